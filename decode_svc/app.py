@@ -1,0 +1,291 @@
+"""Decode's HTTP front: OpenAI's endpoints. Every refusal comes before the engine hears of the request."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from decode_svc.openai import (
+    COMPLETION_DEFAULT_TOKENS,
+    ChatRequest,
+    ChatShape,
+    CommonRequest,
+    CompletionRequest,
+    CompletionShape,
+    answer_length,
+    check_tokens,
+    generate_message,
+    parse,
+    usage,
+)
+from decode_svc.text import Assembler, TextCodec
+from shared.config import DecodeConfig
+from shared.errors import RequestError, Unavailable
+from shared.ids import RequestId
+from shared.ops.front import EngineClient, EngineFailure, RequestStream
+from shared.ops.http import base_app, error_object, json_response, request_id
+from shared.ops.metrics import Registry
+from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, Status
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, registry: Registry) -> web.Application:
+    """/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. ``tokenizer``: see TextCodec."""
+    front = DecodeFront(config, engine, TextCodec(tokenizer), registry)
+    app = base_app(engine, registry)
+    app.router.add_post("/v1/chat/completions", front.chat)
+    app.router.add_post("/v1/completions", front.completion)
+    app.router.add_get("/v1/models", front.models)
+    app.cleanup_ctx.append(front.text_thread)
+    return app
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checked request, and how its answer is to look."""
+
+    message: Generate
+    prompt_tokens: int
+    stops: Sequence[str]
+    shape: CompletionShape
+    arrived_s: float
+
+
+class Answer:
+    """A running job's text: outputs in, final pieces of text out, with its metrics on the way."""
+
+    def __init__(self, job: Job, stream: RequestStream, codec: TextCodec, registry: Registry, now: Callable[[], float]):
+        self.handover: Handover | None = None
+        self._job, self._stream, self._registry, self._now = job, stream, registry, now
+        self._text = Assembler(codec, job.stops)
+        self._last_s: float | None = None
+
+    async def next(self) -> tuple[str, FinishReason | None]:
+        """The next piece, possibly empty; a finish reason on the last. Raises EngineFailure."""
+        output = await anext(self._stream)
+        before = self._text.tokens
+        text = self._text.feed(output.tokens, output.finish is not None)
+        self._measure(self._text.tokens - before, output.handover)
+        if self._text.stopped:
+            self._stream.stop()
+            return text, "stop"
+        return text, output.finish
+
+    def usage(self) -> dict[str, int]:
+        return usage(self._job.prompt_tokens, self._text.tokens)
+
+    def _measure(self, tokens: int, handover: Handover | None) -> None:
+        now_s, registry = self._now(), self._registry
+        if self._last_s is None:
+            registry.sample("handoff_time_to_first_token_seconds", now_s - self._job.arrived_s)
+            registry.count("handoff_prompt_tokens_total", self._job.prompt_tokens)
+        elif tokens:
+            registry.sample("handoff_inter_token_seconds", (now_s - self._last_s) / tokens)
+        registry.count("handoff_completion_tokens_total", tokens)
+        self._last_s = now_s
+        if handover is not None:
+            self.handover = handover
+            registry.sample("handoff_commit_seconds", handover.commit_s)
+            if handover.bytes_sent:
+                registry.count("handoff_transfer_bytes_total", handover.bytes_sent)
+                registry.sample("handoff_transfer_seconds", handover.timings.write_s)
+                registry.sample("handoff_transfer_exposed_seconds", handover.timings.exposed_s)
+
+
+class DecodeFront:
+    """The handlers."""
+
+    def __init__(self, config: DecodeConfig, engine: EngineClient, codec: TextCodec, registry: Registry) -> None:
+        self._config, self._engine, self._codec, self._registry = config, engine, codec, registry
+        self._model = config.served_model_name or config.model
+        self._created = int(time.time())
+        self._executor: ThreadPoolExecutor | None = None
+
+    async def text_thread(self, _app: web.Application) -> AsyncIterator[None]:
+        """An aiohttp ``cleanup_ctx``: one thread for templates and tokenizing, so that no text stalls the streams."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="text")
+        yield
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def models(self, _request: web.Request) -> web.Response:
+        ready = self._engine.ready
+        if ready is None:
+            raise Unavailable("the engine is starting", code="starting")
+        card = {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "sglang",  # routers know the protocol by this word
+            "root": self._config.model,
+            "parent": None,
+            "max_model_len": ready.info.max_model_len,
+        }
+        return json_response({"object": "list", "data": [card]})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        arrived_s = self._engine.clock()
+        body = parse(await _read(request), ChatRequest)
+        context = self._admit(body)
+
+        def tokens() -> list[int]:
+            text = self._codec.render(body.conversation())
+            return self._encode(text, False, "messages", context)
+
+        ids = await self._on_text_thread(tokens)
+        message = self._message(request, body, ids, "messages", None)
+        shape = ChatShape(f"chatcmpl-{message.request}", self._model, int(time.time()), body.include_usage)
+        return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        arrived_s = self._engine.clock()
+        body = parse(await _read(request), CompletionRequest)
+        context = self._admit(body)
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            ids = await self._on_text_thread(lambda: self._encode(prompt, True, "prompt", context))
+        else:
+            ids = body.token_ids()
+        message = self._message(request, body, ids, "prompt", COMPLETION_DEFAULT_TOKENS)
+        shape = CompletionShape(f"cmpl-{message.request}", self._model, int(time.time()), body.include_usage)
+        return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
+
+    # before the engine
+
+    def _admit(self, body: CommonRequest) -> int:
+        """The model is ours and the engine runs → the context in tokens."""
+        if body.model not in (None, self._model):
+            raise RequestError(
+                f"model {body.model!r} does not exist; this service has {self._model!r}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        return _context(self._engine.require())
+
+    async def _on_text_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _encode(self, text: str, add_special_tokens: bool, field: str, context: int) -> list[int]:
+        if len(text) > context * self._codec.longest_token:  # or one huge text would occupy the thread for a minute
+            message = f"{field}: {len(text)} characters are more than the context of {context} tokens can hold"
+            raise RequestError(message, param=field, code="context_length_exceeded")
+        return self._codec.encode(text, add_special_tokens)
+
+    def _message(
+        self, request: web.Request, body: CommonRequest, ids: list[int], field: str, default_tokens: int | None
+    ) -> Generate:
+        """What the engine gets, if prompt and answer fit here and in a prefill that is there now."""
+        if not ids:
+            raise RequestError(f"{field}: no tokens in it", param=field, code="invalid_value")
+        info = self._engine.require()
+        max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), field)
+        check_tokens(ids, field, info.vocab_size)
+        message = generate_message(body, RequestId(request_id(request)), ids, max_tokens, info.vocab_size)
+        capacity = _prefill_capacity(self._engine.status, self._config.prefill)
+        if capacity and len(ids) > capacity:
+            problem = f"{field}: {len(ids)} tokens; the largest prefill service takes {capacity}"
+            raise RequestError(problem, param=field, code="prefill_capacity_exceeded")
+        return message
+
+    # through the engine
+
+    async def _answer(self, request: web.Request, body: CommonRequest, job: Job) -> web.StreamResponse:
+        with self._engine.generate(job.message) as stream:
+            answer = Answer(job, stream, self._codec, self._registry, self._engine.clock)
+            text, finish = await answer.next()  # a failure before the first token is still an HTTP status
+            headers = _timing_headers(answer.handover)
+            if body.stream:
+                return await _streamed(request, job.shape, answer, text, finish, headers)
+            pieces = [text]
+            while finish is None:
+                text, finish = await answer.next()
+                pieces.append(text)
+            return json_response(job.shape.whole("".join(pieces), finish, answer.usage()), headers=headers)
+
+
+async def _streamed(
+    request: web.Request,
+    shape: CompletionShape,
+    answer: Answer,
+    text: str,
+    finish: FinishReason | None,
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    """Server-sent events. Once the head is out, a failure is an error event: never a finish reason."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    try:
+        await response.prepare(request)
+        for chunk in shape.opening():
+            await response.write(_event(chunk))
+        try:
+            while True:
+                if text:
+                    await response.write(_event(shape.piece(text)))
+                if finish is not None:
+                    break
+                text, finish = await answer.next()
+            await response.write(_event(shape.ending(finish)))
+            if shape.with_usage:
+                await response.write(_event(shape.total(answer.usage())))
+        except EngineFailure as error:
+            log.warning("%s failed in its stream: %s", shape.id, error.message)
+            await response.write(_event(error_object(error)))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+    except ConnectionResetError:
+        log.debug("%s: the client is gone", shape.id)
+    return response
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _timing_headers(handover: Handover | None) -> dict[str, str]:
+    """The hand-over as a standard Server-Timing header, in milliseconds."""
+    if handover is None:
+        return {}
+    timings = handover.timings
+    parts = {"queue": timings.queue_s, "prefill": timings.prefill_s, "exposed": timings.exposed_s}
+    shown = [f"{name};dur={1e3 * seconds:.3f}" for name, seconds in {**parts, "commit": handover.commit_s}.items()]
+    shown.append(f'transfer;dur={1e3 * timings.write_s:.3f};desc="{handover.bytes_sent} bytes"')
+    return {"Server-Timing": ", ".join(shown)}
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body. aiohttp itself raises 413; a broken encoding or transfer is the client's fault."""
+    try:
+        return await request.read()
+    except (web.RequestPayloadError, ValueError) as error:
+        raise RequestError(f"the body cannot be read: {error}", code="invalid_body") from error
+
+
+def _context(info: ModelInfo) -> int:
+    """Tokens of prompt and answer together: the model's limit, or what all pages but the padding page hold."""
+    return min(info.max_model_len, (info.num_pages - 1) * info.page_size)
+
+
+def _prefill_capacity(status: Status | None, configured: Sequence[str]) -> int:
+    """The longest prompt that some registered prefill takes; 0: not known. Raises Unavailable if there is none."""
+    peers = status.peers if status is not None else []
+    limits = [peer.max_prompt_tokens for peer in peers if peer.state == "registered"]
+    if limits:
+        return max(limits) if all(limits) else 0
+    if peers:
+        states = []
+        for peer in peers:
+            differences = "; ".join(str(difference) for difference in peer.differences)
+            states.append(f"{peer.address} is {peer.state}" + (f" ({differences})" if differences else ""))
+        raise Unavailable(f"no prefill service: {', '.join(states)}", code="no_prefill")
+    names = ", ".join(configured)
+    why = f"none of {names} has been reached yet" if names else "none is configured (--prefill HOST:CONTROL_PORT)"
+    raise Unavailable(f"no prefill service: {why}", code="no_prefill")

@@ -1,0 +1,54 @@
+"""What decode's pure decisions ask their shell to do, in the order given."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from shared.ids import PeerAddress, RequestId
+from shared.protocol.local import Output
+
+Outcome: TypeAlias = Literal["finished", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message to a prefill's control socket; may be lost."""
+
+    address: PeerAddress
+    message: msgspec.Struct
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """Make a receive engine for this prefill alone, register the pool with it, then call ``session_ready``."""
+
+    address: PeerAddress
+    registration: int
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Retire that receive engine; when no byte can land through it any more, call ``fenced``."""
+
+    address: PeerAddress
+    registration: int
+
+
+@dataclass(frozen=True)
+class Prebuild:
+    """The request's cache and metadata row are committed: run its prebuilt step."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The request's one ending; ``output`` goes to the client, where there still is one."""
+
+    request: RequestId
+    outcome: Outcome
+    output: Output | None
+
+
+Effect: TypeAlias = Send | OpenSession | Fence | Prebuild | Ended

@@ -1,0 +1,361 @@
+"""OpenAI's requests and responses: schemas, every check that needs no tokenizer, and the objects that go back.
+
+A known option that this service does not support is refused by name unless it is null or at the value that asks for
+nothing; it is never ignored. Fields nobody knows are ignored, since routers add their own.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.errors import RequestError
+from shared.ids import RequestId
+from shared.protocol.local import FinishReason, Generate
+from shared.protocol.messages import Sampling, pack_int32
+
+log = logging.getLogger(__name__)
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+COMPLETION_DEFAULT_TOKENS = 16
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's; the values in brackets ask for nothing
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's and SGLang's
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "add_special_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "stop_regex": (),
+    "logits_processors": ([],),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class CommonRequest(msgspec.Struct, kw_only=True):
+    """What both endpoints take. Null is the same as absent."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Everything that holds for any model. Raises RequestError naming the field."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise _bad("max_tokens", f"must be at least 1, got {self.max_tokens}")
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
+            raise _bad("temperature", f"must lie in 0 … 2, got {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise _bad("top_p", f"must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k is not None and self.top_k < -1:
+            raise _bad("top_k", f"must be -1 or 0 (off) or positive, got {self.top_k}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise _bad("seed", "must fit in a signed 64-bit integer")
+        if len(self.stops) > MAX_STOPS:
+            raise _bad("stop", f"at most {MAX_STOPS} stop strings, got {len(self.stops)}")
+        for stop in self.stops:
+            if not 0 < len(stop) <= MAX_STOP_CHARS:
+                raise _bad("stop", f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(stop)}")
+        if self.stop_token_ids is not None and len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise _bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}")
+        if self.stream_options is not None and not self.stream:
+            raise _bad("stream_options", "only allowed when stream is true")
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """Which roles there are is the chat template's business."""
+
+    role: str
+    content: str | list[ContentPart]
+    name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(CommonRequest):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+
+    def check(self) -> None:
+        if self.max_completion_tokens is not None:
+            if self.max_completion_tokens < 1:
+                raise _bad("max_completion_tokens", f"must be at least 1, got {self.max_completion_tokens}")
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise _bad("max_tokens", "differs from max_completion_tokens; give one of them")
+            self.max_tokens = self.max_completion_tokens
+        super().check()
+        if not self.messages:
+            raise _bad("messages", "must not be empty")
+        for index, message in enumerate(self.messages):
+            _check_message(message, f"messages[{index}]")
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them; text parts are joined by line breaks."""
+        turns = []
+        for message in self.messages:
+            content = message.content
+            if not isinstance(content, str):
+                content = "\n".join(part.text or "" for part in content)
+            name = {"name": message.name} if message.name is not None else {}
+            turns.append({"role": message.role, "content": content, **name})
+        return turns
+
+
+class CompletionRequest(CommonRequest):
+    prompt: str | list[int | str | list[int]]
+
+    def check(self) -> None:
+        super().check()
+        if not self.prompt:
+            raise _bad("prompt", "must not be empty")
+        if not isinstance(self.prompt, str) and any(not isinstance(item, int) for item in self.prompt):
+            raise RequestError(
+                "prompt: a list of prompts is not supported; send one request a prompt",
+                param="prompt",
+                code="unsupported_option",
+            )
+
+    def token_ids(self) -> list[int]:
+        """A checked prompt that is a list."""
+        return [item for item in self.prompt if isinstance(item, int)]
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    for field in ("tool_calls", "tool_call_id", "function_call"):
+        if getattr(message, field):
+            raise _unsupported(f"{where}.{field}", ())
+    if not isinstance(message.content, str):
+        for index, part in enumerate(message.content):
+            if part.type != "text":
+                raise _unsupported(f"{where}.content[{index}].type", ("text",))
+            if part.text is None:
+                raise _bad(f"{where}.content[{index}].text", "a text part needs its text")
+
+
+R = TypeVar("R", bound=CommonRequest)
+
+
+def parse(body: bytes, kind: type[R]) -> R:
+    """An HTTP body → a checked request. Raises RequestError, and nothing else, for whatever bytes come in."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        hint = r"; a \u escape of half a surrogate pair is no character" if b"\\ud" in body.lower() else ""
+        raise RequestError(f"the body is not valid JSON: {error}{hint}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
+    for name in fields.keys() & UNSUPPORTED.keys():
+        value, accepted = fields[name], UNSUPPORTED[name]
+        if value is not None and not any(_same(value, neutral) for neutral in accepted):
+            raise _unsupported(name, accepted)
+    try:
+        request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error), param=_field_of(str(error)), code="invalid_type") from error
+    if log.isEnabledFor(logging.DEBUG):
+        unknown = fields.keys() - UNSUPPORTED.keys() - set(kind.__struct_fields__)
+        log.debug("ignored fields: %s", sorted(unknown))
+    request.check()
+    return request
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equal, and not because Python takes true for 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _field_of(message: str) -> str | None:
+    found = re.search(r"at `\$\.([^`]*)`", message) or re.search(r"missing required field `([^`]*)`", message)
+    return found[1] if found else None
+
+
+def _bad(field: str, problem: str) -> RequestError:
+    return RequestError(f"{field}: {problem}", param=field, code="invalid_value")
+
+
+def _unsupported(field: str, accepted: Sequence[object]) -> RequestError:
+    allowed = " or ".join(["null", *(msgspec.json.encode(value).decode() for value in accepted)])
+    return RequestError(
+        f"{field} is not supported; leave it out or send {allowed}", param=field, code="unsupported_option"
+    )
+
+
+def check_tokens(tokens: Sequence[int], field: str, vocab_size: int) -> None:
+    """Raises RequestError naming the first id outside the vocabulary."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        index = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        problem = f"token id {tokens[index]} is outside the vocabulary of {vocab_size}"
+        raise RequestError(f"{field}[{index}]: {problem}", param=field, code="invalid_token_id")
+
+
+def answer_length(prompt_tokens: int, asked: int | None, default: int | None, context: int, field: str) -> int:
+    """→ max_tokens. Raises RequestError where prompt and answer do not fit in ``context`` tokens; ``field`` is the
+    prompt's. ``default`` is cut to what fits; None: all that fits."""
+    room = context - prompt_tokens
+    if room < 1 or (asked or 0) > room:
+        wanted = asked or 1
+        message = (
+            f"the context holds {context} tokens; the request needs {prompt_tokens + wanted}: "
+            f"{prompt_tokens} in the prompt and {wanted} to generate"
+        )
+        raise RequestError(message, param=field if room < 1 else "max_tokens", code="context_length_exceeded")
+    return asked or min(default or room, room)
+
+
+def generate_message(
+    request: CommonRequest, request_id: RequestId, prompt: Sequence[int], max_tokens: int, vocab_size: int
+) -> Generate:
+    """The request as its engine takes it. Raises RequestError for stop_token_ids outside the vocabulary."""
+    stop_token_ids = request.stop_token_ids or []
+    check_tokens(stop_token_ids, "stop_token_ids", vocab_size)
+    sampling = Sampling(
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=min(request.top_k, vocab_size) if request.top_k else -1,
+    )
+    return Generate(request_id, pack_int32(prompt), max_tokens, sampling, stop_token_ids, bool(request.ignore_eos))
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+@dataclass(frozen=True)
+class CompletionShape:
+    """The objects of one answer. ``with_usage``: chunks carry "usage", null in all but the last."""
+
+    id: str
+    model: str
+    created: int
+    with_usage: bool
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first text."""
+        return []
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return self._chunk([self._choice({"text": text}, None)])
+
+    def ending(self, finish: FinishReason) -> dict[str, Any]:
+        return self._chunk([self._choice({"text": ""}, finish)])
+
+    def total(self, total: dict[str, int]) -> dict[str, Any]:
+        """The chunk after the ending, where usage was asked for."""
+        return {**self._chunk([]), "usage": total}
+
+    def whole(self, text: str, finish: FinishReason, total: dict[str, int]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        return {**self._object("text_completion", [self._choice({"text": text}, finish)]), "usage": total}
+
+    def _chunk(self, choices: list[dict[str, Any]], name: str = "text_completion") -> dict[str, Any]:
+        body = self._object(name, choices)
+        return {**body, "usage": None} if self.with_usage else body
+
+    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+
+    @staticmethod
+    def _choice(content: dict[str, Any], finish: FinishReason | None) -> dict[str, Any]:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+
+
+class ChatShape(CompletionShape):
+    """The same frame with messages and deltas in it."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])]
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return self._chunk([self._choice({"delta": {"content": text}}, None)])
+
+    def ending(self, finish: FinishReason) -> dict[str, Any]:
+        return self._chunk([self._choice({"delta": {}}, finish)])
+
+    def whole(self, text: str, finish: FinishReason, total: dict[str, int]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {**self._object("chat.completion", [self._choice({"message": message}, finish)]), "usage": total}
+
+    def _chunk(self, choices: list[dict[str, Any]], name: str = "chat.completion.chunk") -> dict[str, Any]:
+        return super()._chunk(choices, name)

@@ -1,0 +1,59 @@
+"""What prefill's pure decisions ask their shell to do, in the order given."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from shared.ids import AttemptKey, Epoch, PeerAddress
+from shared.transfer.engine import Blocks
+
+
+class SenderId(NamedTuple):
+    """One sending worker: one decode incarnation's memory behind one receive session."""
+
+    decode_epoch: Epoch
+    registration: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message to a decode's control socket; may be lost."""
+
+    address: PeerAddress
+    message: msgspec.Struct
+
+
+@dataclass(frozen=True)
+class OpenSender:
+    """Make a worker with a sending engine of its own for this session."""
+
+    sender: SenderId
+    session: str
+
+
+@dataclass(frozen=True)
+class CloseSender:
+    """No attempt uses this worker any more: retire its engine."""
+
+    sender: SenderId
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write the batches one after the other, then call ``written`` or ``write_failed``."""
+
+    sender: SenderId
+    key: AttemptKey
+    batches: list[Blocks]
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Retire the worker's engine (a fresh one is made at the next write), then call ``drained``."""
+
+    sender: SenderId
+    key: AttemptKey
+
+
+Effect: TypeAlias = Send | OpenSender | CloseSender | Write | Drain

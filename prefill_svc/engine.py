@@ -1,0 +1,221 @@
+"""The prefill engine's async shell: it owns the pools, the model and the sending workers, and carries out what
+``handoff.py`` decides."""
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+import numpy as np
+
+from prefill_svc.effects import CloseSender, Drain, Effect, OpenSender, Send, SenderId, Write
+from prefill_svc.handoff import Handoff
+from prefill_svc.peers import DecodePeers
+from prefill_svc.scheduler import Piece
+from shared.config import PrefillConfig
+from shared.ids import PeerAddress, new_epoch
+from shared.kv.pages import PageAllocator
+from shared.kv.pool import KVPool
+from shared.kv.slots import SlotPool
+from shared.ops.host import Host, advertised_host
+from shared.ops.metrics import Meter
+from shared.ops.setup import LoadedRuntime, load_runtime
+from shared.protocol import messages as m
+from shared.protocol.codec import Codec
+from shared.protocol.local import Cancel, Drained, Generate, Ready, Status, ToEngine
+from shared.protocol.local import Drain as DrainRequest
+from shared.runtime.runner import PrefillBatch
+from shared.transfer.mooncake_engine import MooncakeEngine
+from shared.transfer.sender import PeerSender, SendResult
+
+log = logging.getLogger(__name__)
+TICK_S = 0.25
+STATUS_S = 0.5
+
+
+class PrefillEngine:
+    """One prefill rank. ``start`` loads and listens; then forwards run whenever something waits for one."""
+
+    def __init__(self, config: PrefillConfig, host: Host) -> None:
+        self._config, self._host = config, host
+        self._epoch = new_epoch()
+        self._meter = Meter("prefill")
+        self._senders: dict[SenderId, PeerSender] = {}
+        self._wake = asyncio.Event()
+        self._busy = False
+        self._draining = False
+        self._runtime: LoadedRuntime
+        self._handoff: Handoff
+        self._advertise = ""
+
+    async def start(self) -> None:
+        """Load, allocate, bind, announce. Raises ConfigError, EngineMissing."""
+        config, host = self._config, self._host
+        self._advertise = advertised_host(config.advertise_host, config.host, [])
+        MooncakeEngine.require()
+        runtime = self._runtime = await host.compute(load_runtime, config)
+        slots = SlotPool(config.max_num_seqs * 4)
+        control = await host.open_control(
+            f"tcp://{config.host}:{config.control_port}",
+            Codec[m.ToPrefill](m.ToPrefill),
+            self._on_control,
+            self._on_disconnect,
+        )
+        max_prompt = runtime.info.max_model_len - 1
+        peers = DecodePeers(
+            epoch=self._epoch,
+            reply_to=PeerAddress(control),
+            layout=runtime.layout,
+            fingerprint=runtime.fingerprint,
+            capacity=m.Capacity(max_prompt),
+        )
+        self._handoff = Handoff(
+            epoch=self._epoch,
+            layout=runtime.layout,
+            regions=runtime.pool.regions(),
+            pages=PageAllocator(runtime.info.num_pages),
+            slots=slots,
+            peers=peers,
+            max_prompt_tokens=max_prompt,
+            vocab_size=runtime.info.vocab_size,
+        )
+        host.spawn(self._beat())
+        host.spawn(self._forwards())
+        host.post(Ready(self._epoch, control, runtime.info))
+
+    # events
+
+    def on_front(self, message: ToEngine) -> None:
+        match message:
+            case DrainRequest(grace_s=grace_s):
+                self._host.spawn(self._drain(grace_s))
+            case Generate() | Cancel():
+                log.warning("a prefill engine takes no %s from its front", type(message).__name__)
+
+    def _on_control(self, message: m.ToPrefill) -> None:
+        if self._draining and isinstance(message, m.Register | m.Prefill):
+            return
+        self._do(self._handoff.on_message(message, self._host.now_s()))
+        self._wake.set()
+
+    def _on_disconnect(self, address: str) -> None:
+        self._handoff.peers.on_disconnect(address, self._host.now_s())
+
+    def _do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(address, message):
+                    self._host.outbox.send(address, message)
+                case Write(sender, key, batches):
+                    future = self._senders[sender].send(batches)
+                    future.add_done_callback(partial(self._written, key))
+                case Drain(sender, key):
+                    log.warning("transfer failed, retiring the sending engine of decode %d", sender.decode_epoch)
+                    self._senders[sender].drain().add_done_callback(partial(self._drained, key))
+                case OpenSender(sender, session):
+                    self._senders[sender] = PeerSender(
+                        partial(MooncakeEngine, self._advertise), self._sources(), session, name=session
+                    )
+                case CloseSender(sender):
+                    self._host.spawn(self._senders.pop(sender).close())
+
+    def _written(self, key: m.AttemptKey, future: "asyncio.Future[SendResult]") -> None:
+        now_s = self._host.now_s()
+        if error := future.exception():
+            log.warning("room %d attempt %d: %s", key.room, key.ticket, error)
+            self._do(self._handoff.write_failed(key, error if isinstance(error, Exception) else OSError(error), now_s))
+        else:
+            result = future.result()
+            log.debug("room %d: %d bytes in %.1f ms", key.room, result.sent_bytes, 1e3 * result.write_s)
+            self._do(self._handoff.written(key, result.sent_bytes, result.write_s, now_s))
+        self._wake.set()
+
+    def _drained(self, key: m.AttemptKey, future: "asyncio.Future[None]") -> None:
+        future.result()
+        self._do(self._handoff.drained(key, self._host.now_s()))
+        self._wake.set()
+
+    # loops
+
+    async def _forwards(self) -> None:
+        config, handoff = self._config, self._handoff
+        while True:
+            self._wake.clear()
+            pieces, effects = handoff.next_forward(
+                config.chunked_prefill_size, config.max_num_seqs, self._host.now_s()
+            )
+            self._do(effects)
+            if not pieces:
+                handoff.check_integrity()
+                await self._wake.wait()
+                continue
+            self._busy = True
+            started_s = self._host.now_s()
+            try:
+                samples = await self._host.compute(self._runtime.runner.prefill, self._batch(pieces))
+            except Exception as error:  # a defect or an exhausted device: this forward's requests end, the engine lives
+                log.exception("a forward of %d prompts failed", len(pieces))
+                self._do(handoff.compute_failed(error, self._host.now_s()))
+            else:
+                self._do(handoff.computed(samples, self._host.now_s()))
+            self._busy = False
+            self._meter.sample("handoff_step_seconds", self._host.now_s() - started_s)
+
+    def _batch(self, pieces: list[Piece]) -> PrefillBatch:
+        senders = [self._handoff.senders[p.key] for p in pieces]
+        return PrefillBatch(
+            tokens=np.concatenate([s.tokens[p.start : p.start + p.length] for s, p in zip(senders, pieces, strict=True)]),
+            q_lens=[p.length for p in pieces],
+            starts=[p.start for p in pieces],
+            pages=[s.pages for s in senders if s.pages is not None],
+            sampling=[s.spec.sampling if p.last else None for s, p in zip(senders, pieces, strict=True)],
+        )
+
+    async def _beat(self) -> None:
+        next_status_s = 0.0
+        while True:
+            now_s = self._host.now_s()
+            self._do(self._handoff.tick(self._busy, now_s))
+            if now_s >= next_status_s:
+                next_status_s = now_s + STATUS_S
+                self._host.post(self._status())
+            await asyncio.sleep(TICK_S)
+
+    async def _drain(self, grace_s: float) -> None:
+        """Nothing new; what is accepted ends, or is cut at the end of the grace time by the exit of this process."""
+        self._draining = True
+        end_s = time.monotonic() + grace_s
+        while self._handoff.senders and time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+        if self._handoff.senders:
+            log.warning("stopping with %d hand-overs not finished", len(self._handoff.senders))
+        self._host.post(Drained())
+        if not self._host.stopped.done():
+            self._host.stopped.set_result(None)
+
+    def _sources(self) -> list[tuple[int, int]]:
+        regions = [*self._runtime.pool.regions(), self._handoff.slots.region()]
+        return [(r.base, r.item_bytes * r.items) for r in regions]
+
+    def _status(self) -> Status:
+        handoff, meter, counts = self._handoff, self._meter, self._handoff.counts
+        meter.total("handoff_malformed_messages_total", self._host.malformed_messages)
+        meter.total("handoff_busy_sends_total", self._host.outbox.dropped)
+        meter.total("handoff_steps_total", handoff.steps)
+        meter.total("handoff_attempts_started_total", counts.accepted)
+        for outcome, total in counts.ended.items():
+            meter.total(f"handoff_attempts_total{{outcome={outcome}}}", total)
+        meter.total("handoff_aborts_total", counts.ended["aborted"])
+        meter.total("handoff_prefill_tokens_total", counts.tokens)
+        meter.total("handoff_transfer_failures_total", counts.transfer_failures)
+        meter.total("handoff_transfer_bytes_total", counts.bytes_sent)
+        for timings in counts.timings:
+            meter.sample("handoff_queue_seconds", timings.queue_s)
+            meter.sample("handoff_prefill_seconds", timings.prefill_s)
+            meter.sample("handoff_transfer_seconds", timings.write_s)
+            meter.sample("handoff_transfer_exposed_seconds", timings.exposed_s)
+        counts.timings.clear()
+        meter.gauge("handoff_running_requests", len(handoff.senders) - len(handoff.queue))
+        meter.gauge("handoff_waiting_requests", len(handoff.queue))
+        meter.gauge("handoff_pages_free", handoff.pages.free_pages)
+        return Status(handoff.steps, self._busy, handoff.peers.statuses(), *meter.take())

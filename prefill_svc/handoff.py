@@ -1,0 +1,368 @@
+"""Accept → compute → write → announce: everything that prefill decides about a hand-over. Pure and synchronous.
+
+Each call takes one event and returns what is to be done (``effects.py``); ``engine.py`` carries it out. A ``Sender``
+owns its source pages and source row until neither a forward nor a transfer touches them.
+"""
+
+from dataclasses import dataclass, field
+
+from prefill_svc.effects import Drain, Effect, Send, SenderId, Write
+from prefill_svc.peers import DecodePeer, DecodePeers
+from prefill_svc.scheduler import Piece, Waiting, pack
+from shared.errors import DestinationRefused, HandoffError, IntegrityError
+from shared.ids import AttemptKey, Epoch, Ticket
+from shared.kv.layout import Layout, meta_row
+from shared.kv.pages import PageAllocator, Pages
+from shared.kv.slots import SlotPool
+from shared.protocol import messages as m
+from shared.protocol.machine import SENDER, Do, SenderEvent, SenderState
+from shared.transfer.plan import blocks_for, check_page_count, coverage, row_block, runs_of
+
+REPEAT_S = 1.0
+
+
+@dataclass
+class Sender:
+    """One attempt. Times are seconds of one monotonic clock; ``done`` counts computed tokens."""
+
+    key: AttemptKey
+    peer: DecodePeer
+    spec: m.Prefill
+    tokens: m.Int32s
+    arrived_s: float
+    deadline_s: float
+    state: SenderState = SenderState.QUEUED
+    done: int = 0
+    pages: Pages | None = None
+    slot: int | None = None
+    started_s: float = 0.0
+    computed_s: float = 0.0
+    result: m.Completed | m.Failed | None = None
+    next_repeat_s: float = 0.0
+
+
+@dataclass
+class Counts:
+    """Totals since the start, for the metrics."""
+
+    accepted: int = 0
+    ended: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "aborted": 0})
+    transfer_failures: int = 0
+    refused_messages: int = 0
+    tokens: int = 0
+    bytes_sent: int = 0
+    """Of attempts that finished, counted from what was written (S32)."""
+    timings: list[m.Timings] = field(default_factory=list)
+    """Of attempts that finished since the last look."""
+
+
+class Handoff:
+    """All attempts of one prefill engine."""
+
+    def __init__(
+        self,
+        *,
+        epoch: Epoch,
+        layout: Layout,
+        regions: list[m.Region],
+        pages: PageAllocator,
+        slots: SlotPool,
+        peers: DecodePeers,
+        max_prompt_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        self.senders: dict[AttemptKey, Sender] = {}
+        self.queue: list[AttemptKey] = []
+        self.counts = Counts()
+        self.pages, self.slots, self.peers = pages, slots, peers
+        self.steps = 0
+        self._forward: list[Piece] = []
+        self._epoch, self._layout = epoch, layout
+        self._regions = regions
+        self._row_region = slots.region()
+        self._max_prompt_tokens, self._vocab_size = max_prompt_tokens, vocab_size
+
+    # messages
+
+    def on_message(self, message: m.ToPrefill, now_s: float) -> list[Effect]:
+        match message:
+            case m.Register():
+                replaced, effects = self.peers.on_register(message, now_s)
+                return self._lose(replaced) + effects
+            case m.Ack():
+                return self._on_ack(message) if message.to_epoch == self._epoch else []
+            case m.Prefill() | m.Abort() | m.Heartbeat() if message.to_epoch != self._epoch:
+                return self._refuse(message)
+            case m.Heartbeat():
+                peer = self.peers.find(message.epoch, message.registration)
+                if peer is None:
+                    return self._refuse(message)
+                peer.last_seen_s = now_s
+                return []
+            case m.Prefill():
+                return self._on_prefill(message, now_s)
+            case m.Abort():
+                return self._on_abort(message)
+
+    def _on_prefill(self, message: m.Prefill, now_s: float) -> list[Effect]:
+        key = m.key_to_prefill(message)
+        peer = self.peers.find(message.epoch, message.registration)
+        if peer is None:
+            return self._refuse(message)
+        if key in self.senders:
+            self.counts.refused_messages += 1
+            return []
+        sender = Sender(
+            key, peer, message, m.unpack_int32(message.tokens), now_s, now_s + message.remaining_ms / 1000,
+        )  # fmt: skip
+        if key.ticket in peer.retired:
+            self.counts.refused_messages += 1
+            return [Send(peer.address, self._failed(sender, "the attempt was aborted or has ended", "stale", True))]
+        self.senders[key] = sender
+        self.counts.accepted += 1
+        if error := self._objection(sender):
+            return self._fail(sender, SenderEvent.REFUSE, error.message, error.code, error.retryable, now_s)
+        self.queue.append(key)
+        return []
+
+    def _on_abort(self, message: m.Abort) -> list[Effect]:
+        key = m.key_to_prefill(message)
+        if sender := self.senders.get(key):
+            return self._event(sender, SenderEvent.ABORT)
+        for peer in self.peers.peers.values():
+            if peer.epoch == message.epoch:
+                peer.retired.add(message.ticket)
+        return [Send(message.reply_to, m.AbortAck(self._epoch, message.epoch, message.room, message.ticket))]
+
+    def _on_ack(self, message: m.Ack) -> list[Effect]:
+        sender = self.senders.get(m.key_to_prefill(message))
+        if sender is None or sender.state is not SenderState.ANNOUNCED:
+            return []
+        return self._event(sender, SenderEvent.ACK)
+
+    # forwards
+
+    def next_forward(self, budget_tokens: int, max_pieces: int, now_s: float) -> tuple[list[Piece], list[Effect]]:
+        """(the pieces to compute next, what else to do). Pages are taken for a whole prompt when its first piece is
+        planned; a prompt that finds none waits, and those behind it too."""
+        effects: list[Effect] = []
+        for key in [k for k in self.queue if now_s >= self.senders[k].deadline_s]:
+            effects += self._fail(self.senders[key], SenderEvent.REFUSE, "waited too long in the queue", "timeout", True, now_s)
+        ready = []
+        for key in self.queue:
+            sender = self.senders[key]
+            if not self._reserve(sender):
+                break
+            ready.append(Waiting(key, sender.done, len(sender.tokens)))
+            if len(ready) == max_pieces:
+                break
+        self._forward = pack(ready, budget_tokens, self._layout.page_size, max_pieces)
+        for piece in self._forward:
+            self._event(self.senders[piece.key], SenderEvent.START)
+            self.queue.remove(piece.key)
+            if piece.start == 0:
+                self.senders[piece.key].started_s = now_s
+        return self._forward, effects
+
+    def computed(self, samples: list[tuple[int, float] | None], now_s: float) -> list[Effect]:
+        """The forward has ended: one (token, log-prob) for each piece that is the last of its prompt."""
+        pieces, self._forward = self._forward, []
+        self.steps += 1
+        effects: list[Effect] = []
+        unfinished: list[AttemptKey] = []
+        for piece, sample in zip(pieces, samples, strict=True):
+            sender = self.senders[piece.key]
+            sender.done += piece.length
+            self.counts.tokens += piece.length
+            if sample is None:
+                effects += self._event(sender, SenderEvent.CHUNK)
+                if sender.state is SenderState.QUEUED:
+                    unfinished.append(piece.key)
+                continue
+            sender.computed_s = now_s
+            try:
+                write = self._write(sender, sample)
+            except HandoffError as error:
+                effects += self._fail(sender, SenderEvent.COMPUTE_FAILED, error.message, error.code, False, now_s)
+            else:
+                effects += self._event(sender, SenderEvent.COMPUTED, write=write)
+        self.queue[:0] = unfinished
+        return effects
+
+    def compute_failed(self, error: Exception, now_s: float) -> list[Effect]:
+        """The forward raised: its attempts end, nothing else does."""
+        pieces, self._forward = self._forward, []
+        effects: list[Effect] = []
+        for piece in pieces:
+            why = f"the forward failed: {type(error).__name__}: {error}"
+            effects += self._fail(self.senders[piece.key], SenderEvent.COMPUTE_FAILED, why, "compute_failed", False, now_s)
+        return effects
+
+    # transfers
+
+    def written(self, key: AttemptKey, sent_bytes: int, write_s: float, now_s: float) -> list[Effect]:
+        """Every byte of the attempt has landed."""
+        sender = self.senders[key]
+        timings = m.Timings(
+            queue_s=sender.started_s - sender.arrived_s,
+            prefill_s=sender.computed_s - sender.started_s,
+            exposed_s=now_s - sender.computed_s,
+            write_s=write_s,
+        )
+        positions = range(self._layout.pages_for(len(sender.tokens)))
+        sender.result = m.Completed(
+            self._epoch, key.decode_epoch, key.room, key.ticket, [coverage(0, positions, self._regions)], timings
+        )
+        sender.next_repeat_s = now_s + REPEAT_S
+        effects = self._event(sender, SenderEvent.WRITTEN)
+        if sender.state is SenderState.ANNOUNCED:
+            self.counts.bytes_sent += sent_bytes
+            self.counts.timings.append(timings)
+        return effects
+
+    def write_failed(self, key: AttemptKey, error: Exception, now_s: float) -> list[Effect]:
+        """The transfer says that it failed: bytes of it may still be moving."""
+        sender = self.senders[key]
+        self.counts.transfer_failures += 1
+        sender.result = self._failed(sender, f"the transfer failed: {error}", "transfer_failed", True)
+        return self._event(sender, SenderEvent.WRITE_FAILED)
+
+    def drained(self, key: AttemptKey, now_s: float) -> list[Effect]:
+        """The engine that wrote it is retired: nothing moves any more."""
+        sender = self.senders[key]
+        sender.next_repeat_s = now_s + REPEAT_S
+        return self._event(sender, SenderEvent.DRAINED)
+
+    # time
+
+    def tick(self, busy: bool, now_s: float) -> list[Effect]:
+        """Call a few times a second: silent peers, results to repeat, heartbeats, workers to close."""
+        effects = self._lose(self.peers.tick(now_s))
+        for sender in list(self.senders.values()):
+            if sender.state is SenderState.ANNOUNCED and now_s >= sender.next_repeat_s:
+                sender.next_repeat_s = now_s + REPEAT_S
+                effects += self._event(sender, SenderEvent.REPEAT)
+        active: dict[SenderId, list[Ticket]] = {}
+        for sender in self.senders.values():
+            active.setdefault(sender.peer.sender, []).append(sender.key.ticket)
+        effects += self.peers.heartbeats(active, self.steps, busy, now_s)
+        return effects + self.peers.close_unused(set(active))
+
+    def check_integrity(self) -> None:
+        """Pages, rows, queue and senders explain each other. Raises IntegrityError."""
+        self.pages.check_integrity([s.pages for s in self.senders.values() if s.pages is not None])
+        self.slots.check_integrity({s.slot for s in self.senders.values() if s.slot is not None})
+        queued = {k for k, s in self.senders.items() if s.state is SenderState.QUEUED}
+        if queued != set(self.queue) or len(queued) != len(self.queue):
+            raise IntegrityError(f"queue holds {self.queue}, senders in state queued are {sorted(queued)}")
+        open_ = sum(s.state is not SenderState.ANNOUNCED for s in self.senders.values())
+        if self.counts.accepted != open_ + sum(self.counts.ended.values()):
+            raise IntegrityError(f"{self.counts.accepted} attempts accepted, {self.counts.ended} ended, {open_} open")
+        for key, sender in self.senders.items():
+            if sender.state in (SenderState.ANNOUNCED, SenderState.RELEASED) and sender.pages is not None:
+                raise IntegrityError(f"sender {key} is {sender.state.value} and still holds pages")
+
+    # carrying out instructions
+
+    def _event(self, sender: Sender, event: SenderEvent, *, write: Write | None = None) -> list[Effect]:
+        before = sender.state
+        sender.state, todo = SENDER.step(before, event)
+        if before is not SenderState.ANNOUNCED and sender.state in (SenderState.ANNOUNCED, SenderState.RELEASED):
+            finished = "finished" if isinstance(sender.result, m.Completed) else "failed"
+            self.counts.ended["aborted" if sender.state is SenderState.RELEASED else finished] += 1
+        effects: list[Effect] = []
+        for do in todo:
+            match do:
+                case Do.FREE:
+                    self._free(sender)
+                case Do.WRITE:
+                    assert write is not None
+                    effects.append(write)
+                case Do.DRAIN:
+                    effects.append(Drain(sender.peer.sender, sender.key))
+                case Do.SEND_RESULT:
+                    assert sender.result is not None
+                    effects.append(Send(sender.peer.address, sender.result))
+                case Do.SEND_ABORT_ACK:
+                    key = sender.key
+                    ack = m.AbortAck(self._epoch, key.decode_epoch, key.room, key.ticket)
+                    effects.append(Send(sender.peer.address, ack))
+                case _:
+                    raise AssertionError(do)
+        if sender.state is SenderState.RELEASED:
+            sender.peer.retired.add(sender.key.ticket)
+            del self.senders[sender.key]
+        return effects
+
+    def _write(self, sender: Sender, sample: tuple[int, float]) -> Write:
+        assert sender.pages is not None and sender.slot is not None
+        key = sender.key
+        self.slots.rows[sender.slot] = meta_row(key.room, key.ticket, *sample)[0]
+        destination = m.unpack_int32(sender.spec.dst_pages)
+        check_page_count(key.room, 0, sender.pages, destination)
+        kv = blocks_for(runs_of(sender.pages, destination), self._regions, sender.peer.regions[:-1])
+        row = row_block(self._row_region, sender.slot, sender.peer.regions[-1], sender.spec.slot)
+        return Write(sender.peer.sender, key, [kv, row])
+
+    def _reserve(self, sender: Sender) -> bool:
+        if sender.pages is not None:
+            return True
+        if self.slots.free_slots == 0:
+            return False
+        pages = self.pages.allocate(self._layout.pages_for(len(sender.tokens)))
+        if pages is None:
+            return False
+        sender.pages, sender.slot = pages, self.slots.take()
+        return True
+
+    def _free(self, sender: Sender) -> None:
+        if sender.key in self.queue:
+            self.queue.remove(sender.key)
+        if sender.pages is not None:
+            self.pages.release(sender.pages)
+        if sender.slot is not None:
+            self.slots.free(sender.slot)
+        sender.pages, sender.slot = None, None
+
+    def _objection(self, sender: Sender) -> HandoffError | None:
+        """Everything that can be checked before any work starts: S7, S8, and ranges of ids on both sides."""
+        spec, tokens = sender.spec, sender.tokens
+        destination = m.unpack_int32(spec.dst_pages)
+        if not 0 < len(tokens) <= self._max_prompt_tokens:
+            return DestinationRefused(f"expected 1 … {self._max_prompt_tokens} tokens, got {len(tokens)}", code="capacity")
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            return DestinationRefused(f"token ids must be 0 … {self._vocab_size - 1}", code="bad_token")
+        if spec.dst_first_position != 0:
+            return DestinationRefused(f"destination starts at position {spec.dst_first_position}, expected 0")
+        wanted, items = self._layout.pages_for(len(tokens)), sender.peer.regions[0].items
+        if len(destination) != wanted:
+            return DestinationRefused(f"expected {wanted} destination pages, got {len(destination)}")
+        if destination.min() < 1 or destination.max() >= items or len(set(destination.tolist())) != wanted:
+            return DestinationRefused(f"destination pages must be distinct and in 1 … {items - 1}")
+        if not 0 <= spec.slot < sender.peer.regions[-1].items:
+            return DestinationRefused(f"slot {spec.slot} is not in 0 … {sender.peer.regions[-1].items - 1}")
+        return None
+
+    def _fail(
+        self, sender: Sender, event: SenderEvent, reason: str, code: str, retryable: bool, now_s: float
+    ) -> list[Effect]:
+        sender.result = self._failed(sender, reason, code, retryable)
+        sender.next_repeat_s = now_s + REPEAT_S
+        return self._event(sender, event)
+
+    def _failed(self, sender: Sender, reason: str, code: str, retryable: bool) -> m.Failed:
+        key = sender.key
+        return m.Failed(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable)
+
+    def _lose(self, peers: list[DecodePeer]) -> list[Effect]:
+        """A registration is replaced or silent: nothing new for it, and what runs ends as if it were aborted."""
+        effects: list[Effect] = []
+        for peer in peers:
+            peer.gone = True
+            for sender in [s for s in self.senders.values() if s.peer is peer]:
+                effects += self._event(sender, SenderEvent.ABORT)
+        return effects
+
+    def _refuse(self, message: m.Prefill | m.Abort | m.Heartbeat) -> list[Effect]:
+        self.counts.refused_messages += 1
+        return [Send(message.reply_to, self.peers.refusal(message, []))]

@@ -1,0 +1,41 @@
+"""Which tokens the next forward computes: first come, first served, packed up to a token budget. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.ids import AttemptKey
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What is left of one prompt: tokens ``done`` … ``total`` are still to be computed."""
+
+    key: AttemptKey
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One prompt's share of a forward: tokens ``start`` … ``start + length``; ``last`` if its first token is sampled."""
+
+    key: AttemptKey
+    start: int
+    length: int
+    last: bool
+
+
+def pack(waiting: Iterable[Waiting], budget_tokens: int, page_size: int, max_pieces: int) -> list[Piece]:
+    """The next forward's pieces, in order. A piece that is not the last ends at a page boundary (S10), so that its
+    pages can be sent whole; a prompt for which not even one page is left in the budget waits."""
+    pieces: list[Piece] = []
+    for item in waiting:
+        left = item.total - item.done
+        length = min(left, budget_tokens)
+        if length < left:
+            length = (item.done + length) // page_size * page_size - item.done
+        if length <= 0 or len(pieces) == max_pieces:
+            break
+        pieces.append(Piece(item.key, item.done, length, length == left))
+        budget_tokens -= length
+    return pieces

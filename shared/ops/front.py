@@ -1,0 +1,269 @@
+"""A front's client of its engine: requests, their endings, and whether the engine lives. Runs on the front's loop."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from shared.errors import ConfigError, HandoffError, StateError, Unavailable
+from shared.ids import RequestId
+from shared.ops.metrics import Registry
+from shared.protocol.local import (
+    HEARTBEAT_S,
+    Cancel,
+    Drain,
+    Drained,
+    EngineError,
+    Generate,
+    ModelInfo,
+    Output,
+    Outputs,
+    Ready,
+    StartFailed,
+    Status,
+    ToEngine,
+    ToFront,
+)
+
+log = logging.getLogger(__name__)
+
+TICK_S = HEARTBEAT_S / 2
+SILENT_S = 3 * HEARTBEAT_S
+"""An engine that has said nothing for so long is unhealthy. Its loop never blocks, so a busy one still speaks."""
+GIVE_UP_S = 10 * HEARTBEAT_S
+"""A silent engine's requests end with an error after so long; longer than SILENT_S, since this cannot be taken back."""
+STALLED_S = 2 * HEARTBEAT_S
+"""A front whose own tick came so late was itself stopped, and gives its engine another SILENT_S before it judges."""
+
+
+class Health(NamedTuple):
+    ok: bool
+    reasons: list[str]
+
+
+class EngineFailure(HandoffError):
+    """A request that its engine (or its engine's death) ended with an error."""
+
+    def __init__(self, error: EngineError) -> None:
+        super().__init__(error.message, code=error.code)
+        self.http_status, self.type, self.retryable = error.http_status, error.type, error.retryable
+
+
+class RequestStream:
+    """One running request's outputs, in order. The last one carries ``finish``; an error is raised instead."""
+
+    def __init__(self) -> None:
+        self.outcome = "aborted"
+        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+
+    def put(self, output: Output) -> None:
+        self._queue.put_nowait(output)
+
+    def stop(self) -> None:
+        """The answer is complete although the engine did not end it: its text met a stop string."""
+        self.outcome = "finished"
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> Output:
+        """Raises EngineFailure where the request ended with an error."""
+        if self.outcome != "aborted":
+            raise StopAsyncIteration
+        output = await self._queue.get()
+        if output.error is not None:
+            self.outcome = "failed"
+            raise EngineFailure(output.error)
+        if output.finish is not None:
+            self.outcome = "finished"
+        return output
+
+
+class EngineClient:
+    """The front's side of the engine: what it said last, whether it lives, and the requests that it works on.
+
+    ``send`` queues one message and never blocks; it may raise PeerBusy. What the engine says goes into ``on_message``;
+    whoever watches its process calls ``engine_died``. ``clock`` gives monotonic seconds.
+    """
+
+    def __init__(
+        self, send: Callable[[ToEngine], None], registry: Registry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.ready: Ready | None = None
+        self.status: Status | None = None
+        self.draining = False
+        self.drained = asyncio.Event()
+        """Set by Drained, and by the engine's death: nothing runs any more."""
+        self.clock = clock
+        self._send, self._registry = send, registry
+        self._started = asyncio.Event()
+        self._start_failure = ""
+        self._death = ""
+        self._heard_s = self._ticked_s = clock()
+        self._running: dict[RequestId, RequestStream] = {}
+        self._unsent_cancels: list[RequestId] = []
+
+    # the engine's side
+
+    def on_message(self, message: ToFront) -> None:
+        if self._death:
+            return
+        self._heard_s = self.clock()
+        match message:
+            case Outputs(items=items):
+                for output in items:
+                    self._deliver(output)
+            case Status():
+                self.status = message
+                self._registry.apply(message)
+            case Ready():
+                self.ready = message
+                self._started.set()
+            case StartFailed(message=reason):
+                self._start_failure = reason
+                self._started.set()
+            case Drained():
+                self.drained.set()
+
+    def engine_died(self, reason: str) -> None:
+        """Every running request ends at once, and none is taken any more. The first reason stays."""
+        if self._death:
+            return
+        self._death = reason
+        self._end_all(EngineError(f"the engine died: {reason}", "engine_dead", 503, "service_unavailable", True))
+        self._started.set()
+        self.drained.set()
+
+    # the service's life
+
+    async def started(self) -> Ready:
+        """Wait for the engine. Raises ConfigError with its own line if it cannot run, Unavailable if it died."""
+        await self._started.wait()
+        if self._start_failure:
+            raise ConfigError(self._start_failure)
+        if self.ready is None:
+            raise Unavailable(f"the engine died while it started: {self._death}", code="engine_dead")
+        return self.ready
+
+    def drain(self, grace_s: float) -> None:
+        """Refuse new requests from now on; ``drained`` is set when the running ones have ended. Idempotent."""
+        if self.draining:
+            return
+        self.draining = True
+        if not self._death:
+            try:
+                self._send(Drain(grace_s))
+            except HandoffError as error:
+                log.warning("the engine cannot be told to drain: %s", error)
+
+    def tick(self, now_s: float) -> None:
+        """Every TICK_S: give up a silent engine's requests, and send what could not be sent before."""
+        self._rearm(now_s)
+        self._ticked_s = now_s
+        unsent, self._unsent_cancels = self._unsent_cancels, []
+        for request in unsent:
+            self._cancel(request)
+        silent_s = now_s - self._heard_s
+        if self.ready is not None and silent_s > GIVE_UP_S and self._running:
+            log.warning("engine silent for %.1f s: ending its %d requests", silent_s, len(self._running))
+            abandoned = list(self._running)
+            message = f"the engine has said nothing for {silent_s:.1f} s"
+            self._end_all(EngineError(message, "engine_silent", 503, "service_unavailable", True))
+            for request in abandoned:
+                self._cancel(request)
+
+    async def watch(self, _app: object = None) -> AsyncIterator[None]:
+        """Ticks from the first step of this generator to the second: an aiohttp ``cleanup_ctx``."""
+
+        async def ticks() -> None:
+            while True:
+                try:
+                    self.tick(self.clock())
+                except Exception:  # without ticks /health would stay green for ever
+                    log.warning("tick failed", exc_info=True)
+                await asyncio.sleep(TICK_S)
+
+        task = asyncio.create_task(ticks())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    def health(self, now_s: float) -> Health:
+        """Liveness, answered at once: red while starting, dead, or silent; green when merely busy or draining."""
+        if self._death:
+            return Health(False, [f"engine dead: {self._death}"])
+        if self._start_failure:
+            return Health(False, [f"engine cannot start: {self._start_failure}"])
+        if self.ready is None:
+            return Health(False, ["starting"])
+        self._rearm(now_s)
+        silent_s = now_s - self._heard_s
+        if silent_s > SILENT_S:
+            return Health(False, [f"engine silent for {silent_s:.1f} s"])
+        return Health(True, [])
+
+    # requests
+
+    def require(self) -> ModelInfo:
+        """The engine takes requests; raises Unavailable where it does not."""
+        if self._death:
+            raise Unavailable(f"the engine died: {self._death}", code="engine_dead")
+        if self.draining:
+            raise Unavailable("the service is shutting down", code="shutting_down")
+        if self.ready is None:
+            raise Unavailable("the engine is starting", code="starting")
+        return self.ready.info
+
+    @contextmanager
+    def generate(self, message: Generate) -> Iterator[RequestStream]:
+        """Give the engine a request for as long as the block runs; leaving before its ending cancels it, once.
+
+        Raises Unavailable, or what ``send`` raises; then the engine has not seen the request.
+        """
+        self.require()
+        if message.request in self._running:
+            raise StateError(f"request {message.request} is running already")
+        stream = RequestStream()
+        self._registry.count("handoff_requests_started_total")
+        try:
+            try:
+                self._send(message)
+            except BaseException:
+                stream.outcome = "failed"
+                raise
+            self._running[message.request] = stream
+            yield stream
+        finally:
+            if self._running.pop(message.request, None) is not None:
+                self._cancel(message.request)
+            self._registry.count(f"handoff_requests_total{{outcome={stream.outcome}}}")
+
+    def _deliver(self, output: Output) -> None:
+        stream = self._running.get(output.request)
+        if stream is None:  # cancelled while this was on its way
+            return
+        if output.finish is not None or output.error is not None:
+            del self._running[output.request]
+        stream.put(output)
+
+    def _end_all(self, error: EngineError) -> None:
+        for request in list(self._running):
+            self._deliver(Output(request, [], [], error=error))
+
+    def _cancel(self, request: RequestId) -> None:
+        if self._death:
+            return
+        try:
+            self._send(Cancel(request))
+        except HandoffError as error:
+            log.warning("cancel of %s waits: %s", request, error)
+            self._unsent_cancels.append(request)
+
+    def _rearm(self, now_s: float) -> None:
+        """Our own loop did not run, so the engine's messages may lie unread."""
+        if now_s - self._ticked_s > STALLED_S:
+            self._heard_s = max(self._heard_s, now_s)
+            self._ticked_s = now_s

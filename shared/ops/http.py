@@ -1,0 +1,138 @@
+"""What both HTTP fronts share: OpenAI's error object, /health, /metrics, request ids, and serving an app."""
+
+import logging
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from shared.errors import ConfigError, HandoffError, RequestError
+from shared.ops.front import EngineClient
+from shared.ops.metrics import ROUTES, Registry
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def request_id(request: web.Request) -> str:
+    """Our own name for this HTTP request; never the client's X-Request-Id, which two clients may share."""
+    made: str = request["request_id"]
+    return made
+
+
+def error_object(error: HandoffError) -> dict[str, Any]:
+    """OpenAI's error object, and whether the same request may succeed if it is sent again."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": getattr(error, "param", None),
+            "code": error.code,
+            "retryable": error.retryable,
+        }
+    }
+
+
+def json_response(data: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(data), status=status, headers=headers, content_type="application/json", charset="utf-8"
+    )
+
+
+def error_response(error: HandoffError) -> web.Response:
+    headers = {"Retry-After": "1"} if error.retryable else None
+    return json_response(error_object(error), error.http_status, headers)
+
+
+def base_app(engine: EngineClient, registry: Registry) -> web.Application:
+    """/health and /metrics; every error in OpenAI's shape; each response counted and given an X-Request-Id."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request["request_id"] = uuid.uuid4().hex
+        status = "closed"
+        try:
+            response = await _answered(request, handler)
+            status = f"{response.status // 100}xx"
+            log.debug("%s %r → %d", request.method, request.path, response.status)
+            return response
+        finally:
+            registry.count(f"handoff_http_requests_total{{route={_route(request)},status={status}}}")
+
+    async def name_response(request: web.Request, response: web.StreamResponse) -> None:
+        theirs = request.headers.get("X-Request-Id", "")
+        echo = 0 < len(theirs) <= 256 and theirs.isascii() and theirs.isprintable()
+        response.headers["X-Request-Id"] = theirs if echo else request_id(request)
+
+    async def health(_request: web.Request) -> web.Response:
+        verdict = engine.health(engine.clock())
+        body = {"status": "ok" if verdict.ok else "unhealthy", "reasons": verdict.reasons}
+        return json_response(body, 200 if verdict.ok else 503)
+
+    async def metrics(_request: web.Request) -> web.Response:
+        registry.gauge("handoff_engine_up", engine.health(engine.clock()).ok)
+        return web.Response(
+            body=registry.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
+    app.on_response_prepare.append(name_response)
+    app.cleanup_ctx.append(engine.watch)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    return app
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else "other"
+    return path if path in ROUTES else "other"
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The handler's response, or its error as one. Cancellation (the client is gone) passes through."""
+    try:
+        return await handler(request)
+    except HandoffError as error:
+        level = logging.DEBUG if isinstance(error, RequestError) else logging.WARNING
+        log.log(level, "%s %r refused: %s", request.method, request.path, error.message)
+        return error_response(error)
+    except web.HTTPException as error:
+        codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+        code = codes.get(error.status, "http_error")
+        messages = {
+            404: f"no such path: {request.path!r}",
+            405: f"{request.method} is not allowed on {request.path!r}",
+            413: f"the body is larger than {MAX_BODY_BYTES} bytes",
+        }
+        message = messages.get(error.status, error.reason)
+        response = error_response(RequestError(message, code=code, status=error.status))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except Exception:
+        log.warning("%s %r failed", request.method, request.path, exc_info=True)
+        return error_response(HandoffError("internal error; the service's log says more"))
+
+
+async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Listen; returns the runner, whose ``cleanup`` stops it, and the port. Raises ConfigError if it cannot be bound.
+
+    ``handler_cancellation`` is what turns a client's disconnect into a Cancel.
+    """
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+    bound: int = runner.addresses[0][1]
+    return runner, bound

@@ -1,0 +1,144 @@
+"""What a front and its engine say to each other, over a socket that only they can reach.
+
+The front owns HTTP, text and metrics and no tensor; the engine owns everything else. A front that is gone ends its
+engine; an engine that is gone ends every request of its front.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from shared.ids import Epoch, RequestId
+from shared.protocol.messages import Difference, Sampling, Timings
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+HEARTBEAT_S = 0.5
+"""An engine sends its front a Status this often, whatever else it does."""
+
+
+class LocalMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of the front ↔ engine messages."""
+
+
+# front → engine
+
+
+class Generate(LocalMessage):
+    """A validated request. ``prompt`` is packed int32 token ids; ``max_tokens`` counts the first token too."""
+
+    request: RequestId
+    prompt: bytes
+    max_tokens: int
+    sampling: Sampling
+    stop_token_ids: list[int]
+    ignore_eos: bool
+
+
+class Cancel(LocalMessage):
+    """The client is gone, or its text met a stop string: the engine stops and sends no more for this request."""
+
+    request: RequestId
+
+
+class Drain(LocalMessage):
+    """Take nothing new; end what still runs after ``grace_s`` seconds with an explicit error; then say Drained."""
+
+    grace_s: float
+
+
+# engine → front
+
+
+class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the front needs to validate a request before any work starts."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    page_size: int
+    num_pages: int
+    dtype: str
+    kv_bytes_per_token: int
+
+
+class Ready(LocalMessage):
+    """The engine listens: its model is loaded and its memory registered."""
+
+    epoch: Epoch
+    control: str
+    info: ModelInfo
+
+
+class StartFailed(LocalMessage):
+    """One clear line why the engine cannot run; the front prints it and exits with 2."""
+
+    message: str
+
+
+class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one request's hand-over went, as decode saw it; rides on the request's first output."""
+
+    peer: str
+    attempts: int
+    bytes_sent: int
+    commit_s: float
+    """Prefill sent → committed, decode's clock."""
+    timings: Timings
+
+
+class EngineError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why a request ended without a finish reason; becomes the HTTP error object."""
+
+    message: str
+    code: str
+    http_status: int
+    type: str
+    retryable: bool
+
+
+class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Part of one request's answer. Exactly one Output of a request carries ``finish`` or ``error``: its ending."""
+
+    request: RequestId
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason | None = None
+    error: EngineError | None = None
+    handover: Handover | None = None
+
+
+class Outputs(LocalMessage):
+    """All outputs of one engine step, in one message."""
+
+    items: list[Output]
+
+
+class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One peer as the engine sees it now. ``max_prompt_tokens`` is 0 where it is not known."""
+
+    address: str
+    state: Literal["connecting", "registered", "refused", "lost"]
+    epoch: Epoch
+    max_prompt_tokens: int = 0
+    differences: list[Difference] = []
+
+
+class Status(LocalMessage):
+    """The engine's heartbeat to its front, and its metrics: gauges as they are, counters as totals since the start,
+    samples (for histograms) since the last Status. Names are those of ``shared/ops/metrics.py``."""
+
+    steps: int
+    busy: bool
+    peers: list[PeerStatus]
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    samples: dict[str, list[float]]
+
+
+class Drained(LocalMessage):
+    """Every request has ended and no byte is in flight; the engine exits after it."""
+
+
+ToEngine: TypeAlias = Generate | Cancel | Drain
+ToFront: TypeAlias = Ready | StartFailed | Outputs | Status | Drained

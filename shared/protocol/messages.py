@@ -1,0 +1,221 @@
+"""What prefill and decode engines say to each other. One tagged union a direction; the tables in ``machine.py`` say when.
+
+Every message names the epoch of its sender and the epoch it believes it speaks to, so that nothing meant for a dead
+incarnation is ever acted on. Lists of ints travel as little-endian int32 bytes. Times travel as remaining
+milliseconds, because clocks differ. Delivery may lose, delay, reorder and duplicate: Register, Completed, Failed and
+Abort are re-sent until answered, and every handler is idempotent.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shared.ids import AttemptKey, Epoch, PeerAddress, Room, Ticket
+
+PROTOCOL_VERSION = 1
+
+Int32s = npt.NDArray[np.int32]
+
+
+def pack_int32(values: npt.ArrayLike) -> bytes:
+    """[n] ints → 4·n bytes. Raises OverflowError where a value does not fit."""
+    array = np.asarray(values)
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise OverflowError("a value does not fit in an int32")
+    return array.astype("<i4", copy=False).tobytes()
+
+
+def unpack_int32(data: bytes) -> Int32s:
+    """4·n bytes → read-only [n]. Raises ValueError where the length is not a multiple of 4."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+def pack_int64(values: npt.ArrayLike) -> bytes:
+    """[n] ints → 8·n bytes."""
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
+def unpack_int64(data: bytes) -> npt.NDArray[np.int64]:
+    """8·n bytes → read-only [n]. Raises ValueError where the length is not a multiple of 8."""
+    return np.frombuffer(data, dtype="<i8")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of the peer messages: the sender's epoch and the one it speaks to (0: not known yet)."""
+
+    epoch: Epoch
+    to_epoch: Epoch
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One registered buffer: ``items`` items of ``item_bytes`` from address ``base`` on.
+
+    ``component`` is "kv", "meta" (the metadata slots; layer 0), or a state buffer's name; ``layer`` is the logical
+    layer id, by which the two sides' buffers are matched (S13, S35).
+    """
+
+    component: str
+    layer: int
+    base: int
+    item_bytes: int
+    items: int
+
+
+class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one prefill can take: the longest prompt in tokens, by context and by pages together."""
+
+    max_prompt_tokens: int
+
+
+class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One field in which two sides do not match (S45); an absent value is shown as "(missing)"."""
+
+    field: str
+    prefill: str
+    decode: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: prefill has {self.prefill!r}, decode has {self.decode!r}"
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one choice is sampled. ``seed`` is always set: randomness is a function of (seed, choice, position)."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank wrote for one attempt (S67): absolute page positions as packed int32, bytes per component."""
+
+    rank: int
+    positions: bytes
+    bytes_by_component: dict[str, int]
+
+
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the time went on prefill, in seconds: waiting, forwards, and from the forward's end to the last byte."""
+
+    queue_s: float
+    prefill_s: float
+    exposed_s: float
+    write_s: float
+    """First submit to last byte; the divisor of goodput."""
+
+
+# decode → prefill
+
+
+class Addressed(Message):
+    """``reply_to`` is the sender's control socket, so that a prefill that does not know it can say so.
+
+    ``registration`` rises with each new receive session of one decode epoch; an older one is never written to again.
+    """
+
+    reply_to: PeerAddress
+    registration: int
+
+
+class Register(Addressed):
+    """Decode offers its memory. Re-sent until Registered or Refused arrives."""
+
+    session: str
+    """The receive engine that this prefill, and no other writer, is to write through."""
+    fingerprint: dict[str, str]
+    regions: list[Region]
+
+
+class Prefill(Addressed):
+    room: Room
+    ticket: Ticket
+    tokens: bytes
+    dst_first_position: int
+    """Page position of the first destination page; positions before it are decode's already (S7)."""
+    dst_pages: bytes
+    slot: int
+    sampling: Sampling
+    remaining_ms: int
+
+
+class Abort(Addressed):
+    room: Room
+    ticket: Ticket
+    reason: str
+
+
+class Ack(Message):
+    """Answers Completed and Failed; after it prefill may forget the attempt."""
+
+    room: Room
+    ticket: Ticket
+
+
+# prefill → decode
+
+
+class Registered(Message):
+    registration: int
+    capacity: Capacity
+
+
+class Refused(Message):
+    """The pair does not match, or (no differences) this prefill does not know the sender: register anew."""
+
+    registration: int
+    differences: list[Difference]
+
+
+class Completed(Message):
+    """All of the attempt's bytes are known to have landed, the metadata row included."""
+
+    room: Room
+    ticket: Ticket
+    parts: list[Coverage]
+    timings: Timings
+
+
+class Failed(Message):
+    """The attempt ended without a result, and nothing writes for it any more."""
+
+    room: Room
+    ticket: Ticket
+    reason: str
+    code: str
+    retryable: bool
+
+
+class AbortAck(Message):
+    """Nothing writes for this attempt any more, nor ever will."""
+
+    room: Room
+    ticket: Ticket
+
+
+# both ways
+
+
+class Heartbeat(Addressed):
+    """Sent to each registered peer. ``active`` is the packed int64 tickets that the sender works on for the receiver.
+
+    ``steps`` counts finished forwards, so that a long one is told from a stuck one; ``busy`` says one is running.
+    """
+
+    steps: int
+    busy: bool
+    active: bytes
+
+
+ToPrefill: TypeAlias = Register | Prefill | Abort | Ack | Heartbeat
+ToDecode: TypeAlias = Registered | Refused | Completed | Failed | AbortAck | Heartbeat
+
+
+def key_to_prefill(message: Prefill | Abort | Ack) -> AttemptKey:
+    return AttemptKey(message.epoch, message.room, message.ticket)
+
+
+def key_to_decode(message: Completed | Failed | AbortAck) -> AttemptKey:
+    return AttemptKey(message.to_epoch, message.room, message.ticket)

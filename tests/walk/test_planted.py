@@ -1,0 +1,254 @@
+"""The walk is worth something only if it sees defects: each of these is planted, and must be caught."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode_svc import intake as intake_module
+from decode_svc.intake import Intake
+from prefill_svc import handoff as handoff_module
+from prefill_svc.handoff import Handoff
+from prefill_svc.peers import Retired
+from shared.errors import HandoffError
+from shared.protocol import messages as m
+from shared.protocol.machine import (
+    LEASE,
+    SENDER,
+    Do,
+    LeaseEvent,
+    LeaseState,
+    SenderEvent,
+    SenderState,
+    Table,
+)
+from shared.transfer import plan
+from tests.walk.world import DecodeNode, Violation, World
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+def _rewrite(patch: Patch, table: Table[Any, Any], state: Any, event: Any, after: Any, *todo: Do) -> None:
+    patch.setitem(table.rows[state], event, (after, todo))  # type: ignore[arg-type]
+
+
+def early_free(patch: Patch) -> None:
+    """A given-up lease is freed instead of quarantined."""
+    _rewrite(patch, LEASE, LeaseState.EXPOSED, LeaseEvent.ABANDON, LeaseState.FREE, Do.SEND_ABORT, Do.FREE)
+
+
+def quarantine_ends_by_time(patch: Patch) -> None:
+    """The abort timer, not a proof, frees a quarantined lease."""
+    _rewrite(patch, LEASE, LeaseState.QUARANTINED, LeaseEvent.REPEAT, LeaseState.FREE, Do.FREE)
+
+
+def lost_ack(patch: Patch) -> None:
+    """Completions are never acknowledged."""
+    _rewrite(patch, LEASE, LeaseState.EXPOSED, LeaseEvent.PROVE, LeaseState.OWNED)
+    _rewrite(patch, LEASE, LeaseState.OWNED, LeaseEvent.STOPPED, LeaseState.OWNED)
+    patch.setattr(Intake, "_ack", lambda self, address, message: self._heartbeat_noop(address))
+    patch.setattr(Intake, "_heartbeat_noop", lambda self, address: intake_module.Send(address, m.Ack(0, 0, 0, 0)), raising=False)
+
+
+def failed_write_counts_as_stopped(patch: Patch) -> None:
+    """The engine's -1 is taken for proof: no drain."""
+    announced = (SenderState.ANNOUNCED, Do.FREE, Do.SEND_RESULT)
+    _rewrite(patch, SENDER, SenderState.WRITING, SenderEvent.WRITE_FAILED, *announced)
+
+
+def abort_answered_while_writing(patch: Patch) -> None:
+    """AbortAck goes out, and the source pages back, with the transfer still running."""
+    real = Handoff._event
+
+    def event(self: Handoff, sender: Any, what: SenderEvent, **rest: Any) -> Any:
+        effects = real(self, sender, what, **rest)
+        if what is SenderEvent.ABORT and sender.state is SenderState.ABORTING:
+            ack = m.AbortAck(self._epoch, sender.key.decode_epoch, sender.key.room, sender.key.ticket)
+            effects.append(handoff_module.Send(sender.peer.address, ack))
+        return effects
+
+    patch.setattr(Handoff, "_event", event)
+
+
+def completed_before_written(patch: Patch) -> None:
+    """Completed is announced when the transfer starts, not when it has ended."""
+    real = Handoff._write
+
+    def write(self: Handoff, sender: Any, sample: Any) -> Any:
+        effect = real(self, sender, sample)
+        key, positions = sender.key, range(self._layout.pages_for(len(sender.tokens)))
+        part = plan.coverage(0, positions, self._regions)
+        early = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], m.Timings(0, 0, 0, 0))
+        self.early = [handoff_module.Send(sender.peer.address, early)]  # type: ignore[attr-defined]
+        return effect
+
+    real_computed = Handoff.computed
+
+    def computed(self: Handoff, samples: Any, now_s: float) -> Any:
+        self.early = []  # type: ignore[attr-defined]
+        return real_computed(self, samples, now_s) + self.early  # type: ignore[attr-defined]
+
+    patch.setattr(Handoff, "_write", write)
+    patch.setattr(Handoff, "computed", computed)
+
+
+def missing_layer(patch: Patch) -> None:
+    """One layer is not sent, and the completion claims it all the same."""
+    real = handoff_module.blocks_for
+    patch.setattr(handoff_module, "blocks_for", lambda runs, src, dst: real(runs, src[:-1], dst))
+
+
+def truncated_page_list(patch: Patch) -> None:
+    """The last page of longer prompts is not sent, and the completion claims it all the same."""
+    real = handoff_module.runs_of
+
+    def truncated(source: Any, destination: Any) -> Any:
+        keep = max(1, len(source) - 1)
+        return real(source[:keep], destination[:keep])
+
+    patch.setattr(handoff_module, "runs_of", truncated)
+
+
+def destination_not_by_position(patch: Patch) -> None:
+    """Pages go to the destination list in reverse."""
+    real = handoff_module.runs_of
+    patch.setattr(handoff_module, "runs_of", lambda source, destination: real(source, np.ascontiguousarray(destination[::-1])))
+
+
+def coverage_not_checked(patch: Patch) -> None:
+    """Decode commits whatever is announced, and a prefill announces a lost attempt as complete without writing."""
+    patch.setattr(intake_module, "check_coverage", lambda *_: None)
+    real = Handoff.compute_failed
+
+    def lies(self: Handoff, error: Exception, now_s: float) -> Any:
+        pieces = list(self._forward)
+        effects = real(self, error, now_s)
+        for piece in pieces:
+            key = piece.key
+            empty = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [], m.Timings(0, 0, 0, 0))
+            address = next(p.address for p in self.peers.peers.values() if p.epoch == key.decode_epoch)
+            effects.insert(0, handoff_module.Send(address, empty))
+        return effects
+
+    patch.setattr(Handoff, "compute_failed", lies)
+
+
+def old_attempt_accepted(patch: Patch) -> None:
+    """An answer is matched by room alone: an aborted attempt's proof is taken for the present one's."""
+    real = Intake._on_answer
+
+    def by_room(self: Intake, message: Any, now_s: float) -> Any:
+        lease = next((x for x in self.leases.values() if x.room == message.room and x.state is LeaseState.EXPOSED), None)
+        if lease is not None:
+            message = m.msgspec.structs.replace(message, ticket=lease.ticket, epoch=lease.peer_epoch)
+        return real(self, message, now_s)
+
+    patch.setattr(Intake, "_on_answer", by_room)
+
+
+def late_prefill_starts(patch: Patch) -> None:
+    """An attempt that was aborted before it arrived starts all the same."""
+    patch.setattr(Retired, "__contains__", lambda self, ticket: False)
+
+
+def fence_skipped(patch: Patch) -> None:
+    """A lost peer's session is declared fenced and stays open."""
+    patch.setattr(World, "retire", lambda self, session: None)
+
+
+def double_finish(patch: Patch) -> None:
+    """A cancelled request is ended twice."""
+    real = Intake.cancel
+
+    def twice(self: Intake, request_id: Any, now_s: float) -> Any:
+        effects = real(self, request_id, now_s)
+        return effects + [e for e in effects if isinstance(e, intake_module.Ended)]
+
+    patch.setattr(Intake, "cancel", twice)
+
+
+def slot_freed_at_commit(patch: Patch) -> None:
+    """The slot goes back before the prebuilt step has read its row (S42)."""
+    real = Intake._commit
+
+    def commit(self: Intake, lease: Any, request: Any, message: Any, now_s: float) -> Any:
+        effects = real(self, lease, request, message, now_s)
+        if lease.state is LeaseState.OWNED:
+            self._free_slot(lease)
+        return effects
+
+    patch.setattr(Intake, "_commit", commit)
+
+
+def slot_leaks_on_abort(patch: Patch) -> None:
+    """The slot of a quarantined lease never comes back."""
+    real = Intake._free_slot
+
+    def free_slot(self: Intake, lease: Any) -> None:
+        if lease.reason:
+            lease.slot = None
+        real(self, lease)
+
+    patch.setattr(Intake, "_free_slot", free_slot)
+
+
+def old_registration_accepted(patch: Patch) -> None:
+    """Prefill takes any registration of a decode epoch for the present one."""
+    from prefill_svc.peers import DecodePeers
+
+    def find(self: DecodePeers, epoch: Any, registration: int) -> Any:
+        return next((p for p in self.peers.values() if p.epoch == epoch), None)
+
+    patch.setattr(DecodePeers, "find", find)
+
+
+def running_pages_freed_early(patch: Patch) -> None:
+    """A committed request's landed pages are given back while it still runs."""
+    real = DecodeNode._prebuild
+
+    def prebuild(self: DecodeNode, request_id: Any) -> None:
+        real(self, request_id)
+        request = self.intake.requests[request_id]
+        assert request.lease is not None
+        self.pages.release(request.lease.pages)
+
+    patch.setattr(DecodeNode, "_prebuild", prebuild)
+
+
+WRITTEN = "page given away while"
+FOREIGN = "reads foreign bytes"
+NO_ROW = "foreign or missing metadata row"
+
+DEFECTS: dict[Plant, str] = {
+    early_free: WRITTEN,
+    quarantine_ends_by_time: WRITTEN,
+    lost_ack: "not at rest",
+    failed_write_counts_as_stopped: WRITTEN,
+    abort_answered_while_writing: WRITTEN,
+    completed_before_written: NO_ROW,
+    missing_layer: FOREIGN,
+    truncated_page_list: FOREIGN,
+    destination_not_by_position: FOREIGN,
+    coverage_not_checked: NO_ROW,
+    old_attempt_accepted: "cannot happen in state 'free'",
+    late_prefill_starts: f"{WRITTEN}|{FOREIGN}",
+    fence_skipped: f"{WRITTEN}|{FOREIGN}",
+    double_finish: "more than one ending",
+    slot_freed_at_commit: "no slot before its prebuilt step",
+    slot_leaks_on_abort: "owners hold slots",
+    old_registration_accepted: "keeps workers of dead sessions",
+    running_pages_freed_early: "two owners",
+}
+
+
+@pytest.mark.parametrize("plant", DEFECTS, ids=lambda p: p.__name__)
+def test_a_planted_defect_is_caught_for_what_it_is(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Violation, HandoffError), match=DEFECTS[plant]):
+        for seed in range(25):
+            world = World(seed)
+            for _ in range(800):
+                world.step()
+            world.settle()

@@ -1,0 +1,524 @@
+"""A whole deployment in one thread on a virtual clock: real decisions of both services, real tables, real allocators,
+a link that loses, delays, reorders and duplicates, and a transfer engine whose bytes land when the walk says so.
+
+Every page of a prompt has one right content, a tag of (prompt, position, layer). The world checks, all the time:
+no page is given to a new owner while a write to it may still land; what commits is the right content, and stays it
+until the request ends; each request ends once; and, at idle, the books of both sides balance.
+"""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from decode_svc import effects as d
+from decode_svc.intake import Intake
+from decode_svc.peers import PeerBook
+from prefill_svc import effects as p
+from prefill_svc.handoff import Handoff
+from prefill_svc.peers import DecodePeers
+from prefill_svc.scheduler import Piece
+from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId
+from shared.kv.layout import Buffer, Layout
+from shared.kv.pages import PageAllocator
+from shared.kv.slots import SlotPool
+from shared.protocol import messages as m
+from shared.protocol.codec import Codec, encode
+from shared.protocol.local import Generate
+from shared.protocol.machine import RequestState
+from shared.transfer.engine import Blocks
+
+PAGE_SIZE = 4
+LAYOUT = Layout(PAGE_SIZE, tuple(Buffer("kv", layer, (2,), "uint8") for layer in (0, 1, 2)))
+ITEM_BYTES = 8
+VOCAB = 1000
+FINGERPRINT = {**LAYOUT.fingerprint(), "model": "walk"}
+BYTE = npt.NDArray[np.uint8]
+N = TypeVar("N", "DecodeNode", "PrefillNode", "DecodeNode | PrefillNode")
+
+
+class Violation(AssertionError):
+    """The world saw what must never happen."""
+
+
+def tag(prompt: bytes, position: int, layer: int) -> BYTE:
+    """The one right content of a page: ``[ITEM_BYTES]``."""
+    text = prompt + bytes([position, layer])
+    return np.frombuffer(hashlib.blake2b(text, digest_size=ITEM_BYTES).digest(), np.uint8)
+
+
+@dataclass
+class Pool:
+    """One engine's memory: ``[layers, pages, ITEM_BYTES]`` with real addresses."""
+
+    pages: int
+    data: BYTE = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = np.zeros((len(LAYOUT.buffers), self.pages, ITEM_BYTES), np.uint8)
+
+    def regions(self) -> list[m.Region]:
+        return [
+            m.Region(b.component, b.layer, self.data[i].ctypes.data, ITEM_BYTES, self.pages)
+            for i, b in enumerate(LAYOUT.buffers)
+        ]
+
+
+@dataclass
+class Job:
+    """One Write that a sending worker carries out: its blocks land one by one; ``failed`` ones may still land."""
+
+    node: "PrefillNode"
+    sender: p.SenderId
+    key: AttemptKey
+    session: str
+    batches: list[Blocks]
+    landed: int = 0
+    reported: bool = False
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        return [
+            (int(b.src[i]), int(b.dst[i]), int(b.length[i])) for b in self.batches for i in range(len(b.length))
+        ]
+
+
+class DecodeNode:
+    """One incarnation of a decode engine, with a stand-in for its batch: a request runs for a few ticks."""
+
+    def __init__(self, world: "World", address: PeerAddress, epoch: Epoch) -> None:
+        self.world, self.address, self.epoch = world, address, epoch
+        self.pool, self.slots = Pool(world.decode_pages), SlotPool(4)
+        self.pages = PageAllocator(world.decode_pages)
+        self.peers = PeerBook(
+            list(world.prefill_addresses),
+            epoch=epoch,
+            reply_to=address,
+            fingerprint=FINGERPRINT,
+            regions=[*self.pool.regions(), self.slots.region()],
+        )
+        self.intake = Intake(
+            epoch=epoch, reply_to=address, layout=LAYOUT, pages=self.pages, slots=self.slots, peers=self.peers
+        )
+        self.codec: Codec[m.ToDecode] = Codec(m.ToDecode)
+        self.sessions: dict[tuple[PeerAddress, int], str] = {}
+        self.todo: list[Callable[[], None]] = []
+        self.running: dict[RequestId, Generate] = {}
+        self.frozen = False
+        real = self.pages.allocate
+
+        def allocate(count: int) -> npt.NDArray[np.int32] | None:
+            pages = real(count)
+            if pages is not None:
+                world.check_not_written(self, pages)
+            return pages
+
+        self.pages.allocate = allocate  # type: ignore[method-assign]
+
+    def do(self, effects: list[d.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case d.Send(address, message):
+                    self.world.post(address, message)
+                case d.OpenSession(address, registration):
+                    self.todo.append(lambda a=address, r=registration: self._open(a, r))  # type: ignore[misc]
+                case d.Fence(address, registration):
+                    self.todo.append(lambda a=address, r=registration: self._fence(a, r))  # type: ignore[misc]
+                case d.Prebuild(request):
+                    self._prebuild(request)
+                case d.Ended(request, outcome, _):
+                    self.world.endings[request] += 1
+                    self.world.outcomes[outcome] += 1
+                    self.running.pop(request, None)
+
+    def deliver(self, frames: list[bytes]) -> None:
+        self.do(self.intake.on_message(self.codec.decode(frames), self.world.now_s))
+
+    def _open(self, address: PeerAddress, registration: int) -> None:
+        session = f"{self.epoch}/{address}/{registration}"
+        self.sessions[address, registration] = session
+        self.world.live_sessions[session] = self
+        self.peers.session_ready(address, registration, session)
+
+    def _fence(self, address: PeerAddress, registration: int) -> None:
+        self.world.retire(self.sessions.pop((address, registration)))
+        self.do(self.intake.fenced(address, registration, self.world.now_s))
+
+    def _prebuild(self, request_id: RequestId) -> None:
+        request = self.intake.requests[request_id]
+        lease = request.lease
+        assert lease is not None
+        if lease.slot is None:
+            raise Violation(f"request {request_id} has no slot before its prebuilt step")
+        row = self.slots.rows[lease.slot]
+        if (row["room"], row["ticket"], row["token"]) != (lease.room, lease.ticket, int(request.spec.prompt[0])):
+            raise Violation(f"request {request_id} committed with a foreign or missing metadata row")
+        self.check_content(request_id)
+        self.intake.prebuilt(request_id)
+        self.running[request_id] = request.spec
+
+    def check_content(self, request_id: RequestId) -> None:
+        request = self.intake.requests[request_id]
+        assert request.lease is not None
+        for position, page in enumerate(request.lease.pages):
+            for i, buffer in enumerate(LAYOUT.buffers):
+                if not np.array_equal(self.pool.data[i, page], tag(request.spec.prompt, position, buffer.layer)):
+                    raise Violation(f"request {request_id} reads foreign bytes at position {position}, layer {i}")
+
+    def finish(self, request_id: RequestId) -> None:
+        self.check_content(request_id)
+        self.do(self.intake.finish(request_id, [1], [0.0], "stop", self.world.now_s))
+
+
+class PrefillNode:
+    """One incarnation of a prefill engine; its forwards and transfers end when the walk says so."""
+
+    def __init__(self, world: "World", address: PeerAddress, epoch: Epoch) -> None:
+        self.world, self.address, self.epoch = world, address, epoch
+        self.pool, slots = Pool(world.prefill_pages), SlotPool(6)
+        max_prompt = (world.prefill_pages - 1) * PAGE_SIZE
+        peers = DecodePeers(
+            epoch=epoch, reply_to=address, layout=LAYOUT, fingerprint=FINGERPRINT, capacity=m.Capacity(max_prompt)
+        )
+        self.handoff = Handoff(
+            epoch=epoch,
+            layout=LAYOUT,
+            regions=self.pool.regions(),
+            pages=PageAllocator(world.prefill_pages),
+            slots=slots,
+            peers=peers,
+            max_prompt_tokens=max_prompt,
+            vocab_size=VOCAB,
+        )
+        self.codec: Codec[m.ToPrefill] = Codec(m.ToPrefill)
+        self.sessions: dict[p.SenderId, str] = {}
+        self.todo: list[Callable[[], None]] = []
+        self.forward: list[Piece] = []
+        self.frozen = False
+
+    def do(self, effects: list[p.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case p.Send(address, message):
+                    self.world.post(address, message)
+                case p.OpenSender(sender, session):
+                    self.sessions[sender] = session
+                case p.CloseSender(sender):
+                    del self.sessions[sender]
+                case p.Write(sender, key, batches):
+                    self.world.jobs.append(Job(self, sender, key, self.sessions[sender], batches))
+                case p.Drain(sender, key):
+                    self.todo.append(lambda s=sender, k=key: self._drain(s, k))  # type: ignore[misc]
+
+    def deliver(self, frames: list[bytes]) -> None:
+        self.do(self.handoff.on_message(self.codec.decode(frames), self.world.now_s))
+
+    def start_forward(self) -> None:
+        self.forward, effects = self.handoff.next_forward(12, 4, self.world.now_s)
+        self.do(effects)
+
+    def end_forward(self, ok: bool) -> None:
+        pieces, self.forward = self.forward, []
+        if not ok:
+            self.do(self.handoff.compute_failed(RuntimeError("injected"), self.world.now_s))
+            return
+        samples: list[tuple[int, float] | None] = []
+        for piece in pieces:
+            sender = self.handoff.senders[piece.key]
+            assert sender.pages is not None
+            last_position = LAYOUT.pages_for(piece.start + piece.length)
+            for position in range(piece.start // PAGE_SIZE, last_position):
+                for i, buffer in enumerate(LAYOUT.buffers):
+                    self.pool.data[i, sender.pages[position]] = tag(sender.spec.tokens, position, buffer.layer)
+            samples.append((int(sender.spec.tokens[0]), -0.5) if piece.last else None)
+        self.do(self.handoff.computed(samples, self.world.now_s))
+
+    def _drain(self, sender: p.SenderId, key: AttemptKey) -> None:
+        self.world.jobs = [j for j in self.world.jobs if not (j.node is self and j.sender == sender and j.reported)]
+        self.do(self.handoff.drained(key, self.world.now_s))
+
+
+class World:
+    """Everything at once; ``step`` does one random thing, ``settle`` lets all of it come to rest."""
+
+    def __init__(self, seed: int, *, decodes: int = 2, prefills: int = 2) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 1000.0
+        self.decode_pages, self.prefill_pages = 24, 20
+        self.prefill_addresses = [PeerAddress(f"tcp://p:{i}") for i in range(prefills)]
+        self.decode_addresses = [PeerAddress(f"tcp://d:{i}") for i in range(decodes)]
+        self.wire: list[tuple[float, PeerAddress, list[bytes]]] = []
+        self.jobs: list[Job] = []
+        self.live_sessions: dict[str, DecodeNode] = {}
+        self.endings: Counter[RequestId] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.faults = True
+        self._epoch, self._requests = 1, 0
+        self.nodes: dict[PeerAddress, DecodeNode | PrefillNode | None] = {}
+        for address in [*self.prefill_addresses, *self.decode_addresses]:
+            self.start(address)
+
+    # life and death
+
+    def start(self, address: PeerAddress) -> None:
+        self._epoch += 1
+        if address in self.prefill_addresses:
+            self.nodes[address] = PrefillNode(self, address, Epoch(self._epoch))
+        else:
+            node = DecodeNode(self, address, Epoch(self._epoch))
+            self.nodes[address] = node
+            node.do(node.peers.start())
+
+    def kill(self, address: PeerAddress) -> None:
+        """Gone without a word. A dead writer's bytes may be in socket buffers; a dead reader's memory is gone."""
+        node = self.nodes[address]
+        self.nodes[address] = None
+        if isinstance(node, DecodeNode):
+            for session in list(node.sessions.values()):
+                self.retire(session)
+            for request in node.intake.requests:
+                self.endings[request] += 1  # its front answers for it
+                self.outcomes["died"] += 1
+
+    def decode_nodes(self) -> list[DecodeNode]:
+        return [n for n in self.nodes.values() if isinstance(n, DecodeNode)]
+
+    def prefill_nodes(self) -> list[PrefillNode]:
+        return [n for n in self.nodes.values() if isinstance(n, PrefillNode)]
+
+    # the link
+
+    def post(self, address: PeerAddress, message: object) -> None:
+        frames = encode(message)  # type: ignore[arg-type]
+        copies = 1
+        if self.faults and self.random.random() < 0.08:
+            copies = self.random.choice([0, 0, 2])
+        for _ in range(copies):
+            delay = self.random.expovariate(20) if self.random.random() < 0.9 else self.random.uniform(0, 3)
+            self.wire.append((self.now_s + delay, address, frames))
+
+    def deliver_due(self) -> None:
+        due = [x for x in self.wire if x[0] <= self.now_s and not self._frozen(x[1])]
+        for item in sorted(due, key=lambda x: x[0]):
+            self.wire.remove(item)
+            node = self.nodes[item[1]]
+            if node is not None:
+                node.deliver(item[2])
+
+    def _frozen(self, address: PeerAddress) -> bool:
+        node = self.nodes[address]
+        return node is not None and node.frozen
+
+    # bytes
+
+    def land(self, job: Job, count: int) -> None:
+        """The next ``count`` blocks of a job reach memory, if the session is still there."""
+        blocks = job.blocks()
+        for src, dst, length in blocks[job.landed : job.landed + count]:
+            if job.session in self.live_sessions:
+                target = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * length).from_address(dst))
+                source = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * length).from_address(src))
+                target[:] = source
+        job.landed = min(len(blocks), job.landed + count)
+
+    def finish_job(self, job: Job, ok: bool) -> None:
+        """Report to its node: success lands everything first; failure leaves the rest to land later, or never."""
+        if ok and job.session in self.live_sessions:
+            self.land(job, len(job.blocks()))
+            self.jobs.remove(job)
+            job.node.do(job.node.handoff.written(job.key, sum(b.total_bytes for b in job.batches), 0.01, self.now_s))
+        else:
+            job.reported = True
+            job.node.do(job.node.handoff.write_failed(job.key, RuntimeError("-1"), self.now_s))
+
+    def retire(self, session: str) -> None:
+        self.live_sessions.pop(session, None)
+
+    def check_not_written(self, node: DecodeNode, pages: npt.NDArray[np.int32]) -> None:
+        """Called at every allocation: may any byte still land on one of these pages?"""
+        for job in self.jobs:
+            if self.live_sessions.get(job.session) is not node:
+                continue
+            for _, dst, length in job.blocks()[job.landed :]:
+                for i in range(len(LAYOUT.buffers)):
+                    base = node.pool.data[i].ctypes.data
+                    first, last = (dst - base) // ITEM_BYTES, (dst + length - 1 - base) // ITEM_BYTES
+                    if ((pages >= first) & (pages <= last)).any():
+                        raise Violation(f"page given away while {job.key} may still write to it")
+
+    # the walk
+
+    def step(self) -> None:
+        """One random thing happens, after a little time."""
+        self.now_s += self.random.expovariate(40)
+        self.deliver_due()
+        self.random.choices(
+            [
+                self._submit,
+                self._cancel,
+                self._compute,
+                self._bytes,
+                self._background,
+                self._decode,
+                self._tick,
+                self._disturb,
+                self._heal,
+            ],
+            [5, 1, 12, 16, 6, 5, 12, 0.15, 0.6],
+        )[0]()
+
+    def _submit(self) -> None:
+        nodes = self.decode_nodes()
+        if not nodes or len(nodes[0].intake.requests) > 12:
+            return
+        self._requests += 1
+        length = self.random.randint(1, 30)
+        tokens = np.full(length, self._requests % VOCAB, np.int32)
+        tokens[0] = self._requests % 256
+        sampling = m.Sampling(seed=1)
+        spec = Generate(
+            RequestId(f"r{self._requests}"), m.pack_int32(tokens), self.random.randint(1, 9), sampling, [], False
+        )
+        node = self.random.choice(nodes)
+        if not node.frozen:
+            node.do(node.intake.submit(spec, self.random.choice([1.0, 5.0, 60.0]), self.now_s))
+
+    def _cancel(self) -> None:
+        node = self._pick(self.decode_nodes())
+        if node and node.intake.requests:
+            node.do(node.intake.cancel(self.random.choice(list(node.intake.requests)), self.now_s))
+
+    def _compute(self) -> None:
+        node = self._pick(self.prefill_nodes())
+        if node and node.forward:
+            node.end_forward(ok=not (self.faults and self.random.random() < 0.03))
+        elif node:
+            node.start_forward()
+
+    def _bytes(self) -> None:
+        if not self.jobs:
+            return
+        job = self.random.choice(self.jobs)
+        dead = self.nodes.get(job.node.address) is not job.node
+        if dead or job.reported:
+            self.land(job, self.random.randint(0, 3))
+            if dead and (job.landed == len(job.blocks()) or self.random.random() < 0.1):
+                self.jobs.remove(job)
+        elif not job.node.frozen and self._first_of_sender(job):
+            fate = self.random.random()
+            if fate < 0.5:
+                self.land(job, self.random.randint(1, 3))
+            else:
+                self.finish_job(job, ok=not (self.faults and fate > 0.94))
+
+    def _first_of_sender(self, job: Job) -> bool:
+        """A worker writes one attempt after the other, and nothing while its engine awaits retirement."""
+        mine = [j for j in self.jobs if j.node is job.node and j.sender == job.sender]
+        return mine[0] is job
+
+    def _background(self) -> None:
+        node = self._pick([n for n in [*self.decode_nodes(), *self.prefill_nodes()] if n.todo])
+        if node:
+            node.todo.pop(0)()
+
+    def _decode(self) -> None:
+        node = self._pick(self.decode_nodes())
+        if node and node.running:
+            node.finish(self.random.choice(list(node.running)))
+
+    def _tick(self) -> None:
+        for node in self.nodes.values():
+            if isinstance(node, DecodeNode) and not node.frozen:
+                node.do(node.intake.tick(self.now_s))
+                node.intake.check_integrity()
+            elif isinstance(node, PrefillNode) and not node.frozen:
+                node.do(node.handoff.tick(bool(node.forward), self.now_s))
+                node.handoff.check_integrity()
+
+    def _disturb(self) -> None:
+        address = self.random.choice([*self.prefill_addresses, *self.decode_addresses])
+        node = self.nodes[address]
+        if node is not None and self.random.random() < 0.5:
+            self.kill(address)
+        elif node is not None:
+            node.frozen = True
+
+    def _heal(self) -> None:
+        ill = [a for a, n in self.nodes.items() if n is None or n.frozen]
+        if ill:
+            address = self.random.choice(ill)
+            if (node := self.nodes[address]) is None:
+                self.start(address)
+            else:
+                node.frozen = False
+
+    def _pick(self, nodes: list[N]) -> N | None:
+        awake = [n for n in nodes if not n.frozen]
+        return self.random.choice(awake) if awake else None
+
+    # coming to rest
+
+    def settle(self) -> None:
+        """No more faults, everyone alive: everything ends, and the books balance. Raises Violation if not."""
+        self.faults = False
+        for address, node in self.nodes.items():
+            if node is None:
+                self.start(address)
+            else:
+                node.frozen = False
+        quiet = 0
+        for _ in range(6000):
+            self.now_s += 0.02
+            self.deliver_due()
+            self.random.choice([self._compute, self._bytes, self._background, self._decode])()
+            self._tick()
+            quiet = quiet + 1 if self._at_rest() else 0
+            if quiet > 200:
+                break
+        else:
+            raise Violation(f"not at rest: {self._unrest()}")
+        self._check_books()
+
+    def _at_rest(self) -> bool:
+        return not self._unrest()
+
+    def _unrest(self) -> list[str]:
+        found = []
+        for node in self.decode_nodes():
+            if node.intake.requests or node.intake.leases or node.todo:
+                states = [r.state for r in node.intake.requests.values()]
+                found.append(f"decode {node.address}: {states}, leases {[x.state for x in node.intake.leases.values()]}")
+        for prefill in self.prefill_nodes():
+            if prefill.handoff.senders or prefill.todo:
+                found.append(f"prefill {prefill.address}: {[s.state for s in prefill.handoff.senders.values()]}")
+        return found
+
+    def _check_books(self) -> None:
+        for node in self.decode_nodes():
+            node.intake.check_integrity()
+            if (node.pages.free_pages, node.slots.free_slots) != (self.decode_pages - 1, 4):
+                raise Violation(f"decode keeps {self.decode_pages - 1 - node.pages.free_pages} pages at rest")
+            if any(peer.outstanding_tokens for peer in node.peers.peers.values()):
+                raise Violation("decode still counts load at rest")
+            if node.intake.peers.peers.keys() != set(self.prefill_addresses) or not all(
+                x.state.value == "registered" for x in node.peers.peers.values()
+            ):
+                raise Violation("a peer is not registered at rest")
+        for prefill in self.prefill_nodes():
+            prefill.handoff.check_integrity()
+            if prefill.handoff.pages.free_pages != self.prefill_pages - 1:
+                raise Violation("prefill keeps pages at rest")
+            live = {(n.epoch, peer.registration) for n in self.decode_nodes() for peer in n.peers.peers.values()}
+            if not set(prefill.sessions) <= live:
+                raise Violation(f"prefill keeps workers of dead sessions: {set(prefill.sessions) - live}")
+        twice = [r for r, n in self.endings.items() if n != 1]
+        if twice or len(self.endings) != sum(self.endings.values()):
+            raise Violation(f"requests with more than one ending: {twice[:5]}")
+
+
+def running_states(world: World) -> Counter[RequestState]:
+    return Counter(r.state for n in world.decode_nodes() for r in n.intake.requests.values())
