@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -36,6 +36,10 @@ from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, S
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R", bound=CommonRequest)
+
+LARGE_BODY_BYTES = 256 << 10
+"""From here on a body is parsed on the text thread."""
 
 
 def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, registry: Registry) -> web.Application:
@@ -110,7 +114,7 @@ class DecodeFront:
         self._created = int(time.time())
         self._executor: ThreadPoolExecutor | None = None
 
-    async def text_thread(self, _app: web.Application) -> AsyncIterator[None]:
+    async def text_thread(self, _app: object = None) -> AsyncGenerator[None]:
         """An aiohttp ``cleanup_ctx``: one thread for templates and tokenizing, so that no text stalls the streams."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="text")
         yield
@@ -133,7 +137,7 @@ class DecodeFront:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
-        body = parse(await _read(request), ChatRequest)
+        body = await self._parse(request, ChatRequest)
         context = self._admit(body)
 
         def tokens() -> list[int]:
@@ -147,7 +151,7 @@ class DecodeFront:
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
-        body = parse(await _read(request), CompletionRequest)
+        body = await self._parse(request, CompletionRequest)
         context = self._admit(body)
         prompt = body.prompt
         if isinstance(prompt, str):
@@ -159,6 +163,12 @@ class DecodeFront:
         return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
 
     # before the engine
+
+    async def _parse(self, request: web.Request, kind: type[R]) -> R:
+        body = await request.read()
+        if len(body) < LARGE_BODY_BYTES:
+            return parse(body, kind)
+        return await self._on_text_thread(lambda: parse(body, kind))
 
     def _admit(self, body: CommonRequest) -> int:
         """The model is ours and the engine runs → the context in tokens."""
@@ -259,14 +269,6 @@ def _timing_headers(handover: Handover | None) -> dict[str, str]:
     shown = [f"{name};dur={1e3 * seconds:.3f}" for name, seconds in {**parts, "commit": handover.commit_s}.items()]
     shown.append(f'transfer;dur={1e3 * timings.write_s:.3f};desc="{handover.bytes_sent} bytes"')
     return {"Server-Timing": ", ".join(shown)}
-
-
-async def _read(request: web.Request) -> bytes:
-    """The body. aiohttp itself raises 413; a broken encoding or transfer is the client's fault."""
-    try:
-        return await request.read()
-    except (web.RequestPayloadError, ValueError) as error:
-        raise RequestError(f"the body cannot be read: {error}", code="invalid_body") from error
 
 
 def _context(info: ModelInfo) -> int:

@@ -266,6 +266,7 @@ class DecodeEngine:
         meter.total("handoff_bad_completions_total", counts.bad_completions)
         meter.gauge("handoff_running_requests", len(self._scheduler))
         meter.gauge("handoff_waiting_requests", len(intake.requests) - len(self._scheduler))
+        meter.gauge("handoff_pages_total", intake.pages.usable_pages)
         meter.gauge("handoff_pages_free", intake.pages.free_pages)
         meter.gauge("handoff_pages_quarantined", intake.pages.quarantined_pages)
         meter.gauge("handoff_slots_free", intake.slots.free_slots)

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_NEUTRAL_BYTES = 256
+"""No value that asks for nothing is written longer."""
 COMPLETION_DEFAULT_TOKENS = 16
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -185,7 +187,7 @@ class CompletionRequest(CommonRequest):
         super().check()
         if not self.prompt:
             raise _bad("prompt", "must not be empty")
-        if not isinstance(self.prompt, str) and any(not isinstance(item, int) for item in self.prompt):
+        if not isinstance(self.prompt, str) and set(map(type, self.prompt)) != {int}:
             raise RequestError(
                 "prompt: a list of prompts is not supported; send one request a prompt",
                 param="prompt",
@@ -194,7 +196,7 @@ class CompletionRequest(CommonRequest):
 
     def token_ids(self) -> list[int]:
         """A checked prompt that is a list."""
-        return [item for item in self.prompt if isinstance(item, int)]
+        return cast(list[int], self.prompt)
 
 
 def _check_message(message: ChatMessage, where: str) -> None:
@@ -213,27 +215,34 @@ R = TypeVar("R", bound=CommonRequest)
 
 
 def parse(body: bytes, kind: type[R]) -> R:
-    """An HTTP body → a checked request. Raises RequestError, and nothing else, for whatever bytes come in."""
+    """An HTTP body → a checked request. Raises RequestError, and nothing else, for whatever bytes come in.
+
+    Nothing is built of fields that are not used, however large they are.
+    """
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        hint = r"; a \u escape of half a surrogate pair is no character" if b"\\ud" in body.lower() else ""
-        raise RequestError(f"the body is not valid JSON: {error}{hint}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
-    for name in fields.keys() & UNSUPPORTED.keys():
-        value, accepted = fields[name], UNSUPPORTED[name]
-        if value is not None and not any(_same(value, neutral) for neutral in accepted):
-            raise _unsupported(name, accepted)
-    try:
-        request = msgspec.convert(fields, kind)
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for name in fields.keys() & UNSUPPORTED.keys():
+            if not _is_neutral(fields[name], UNSUPPORTED[name]):
+                raise _unsupported(name, UNSUPPORTED[name])
+        request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), param=_field_of(str(error)), code="invalid_type") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        hint = r"; a \u escape of half a surrogate pair is no character" if b"\\ud" in body.lower() else ""
+        raise RequestError(f"the body is not valid JSON: {error}{hint}", code="invalid_json") from error
     if log.isEnabledFor(logging.DEBUG):
-        unknown = fields.keys() - UNSUPPORTED.keys() - set(kind.__struct_fields__)
-        log.debug("ignored fields: %s", sorted(unknown))
+        log.debug("ignored fields: %s", sorted(fields.keys() - UNSUPPORTED.keys() - set(kind.__struct_fields__)))
     request.check()
     return request
+
+
+def _is_neutral(raw: msgspec.Raw, accepted: Sequence[object]) -> bool:
+    """The value asks for nothing: null, or one of these."""
+    text = bytes(raw)
+    if len(text) > MAX_NEUTRAL_BYTES:
+        return False
+    value = msgspec.json.decode(text)
+    return value is None or any(_same(value, neutral) for neutral in accepted)
 
 
 def _same(value: object, neutral: object) -> bool:
@@ -242,8 +251,9 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def _field_of(message: str) -> str | None:
-    found = re.search(r"at `\$\.([^`]*)`", message) or re.search(r"missing required field `([^`]*)`", message)
-    return found[1] if found else None
+    """The path of the field that msgspec complains about."""
+    parts = re.search(r"at `\$\.([^`]*)`", message), re.search(r"missing required field `([^`]*)`", message)
+    return ".".join(part[1] for part in parts if part) or None
 
 
 def _bad(field: str, problem: str) -> RequestError:

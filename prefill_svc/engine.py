@@ -217,5 +217,6 @@ class PrefillEngine:
         counts.timings.clear()
         meter.gauge("handoff_running_requests", len(handoff.senders) - len(handoff.queue))
         meter.gauge("handoff_waiting_requests", len(handoff.queue))
+        meter.gauge("handoff_pages_total", handoff.pages.usable_pages)
         meter.gauge("handoff_pages_free", handoff.pages.free_pages)
         return Status(handoff.steps, self._busy, handoff.peers.statuses(), *meter.take())

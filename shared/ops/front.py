@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -174,7 +174,7 @@ class EngineClient:
             for request in abandoned:
                 self._cancel(request)
 
-    async def watch(self, _app: object = None) -> AsyncIterator[None]:
+    async def watch(self, _app: object = None) -> AsyncGenerator[None]:
         """Ticks from the first step of this generator to the second: an aiohttp ``cleanup_ctx``."""
 
         async def ticks() -> None:

@@ -16,14 +16,14 @@ from shared.ops.metrics import ROUTES, Registry
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+_REQUEST_ID = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def request_id(request: web.Request) -> str:
     """Our own name for this HTTP request; never the client's X-Request-Id, which two clients may share."""
-    made: str = request["request_id"]
-    return made
+    return request[_REQUEST_ID]
 
 
 def error_object(error: HandoffError) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def base_app(engine: EngineClient, registry: Registry) -> web.Application:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request["request_id"] = uuid.uuid4().hex
+        request[_REQUEST_ID] = uuid.uuid4().hex
         status = "closed"
         try:
             response = await _answered(request, handler)
@@ -90,9 +90,7 @@ def base_app(engine: EngineClient, registry: Registry) -> web.Application:
 
 
 def _route(request: web.Request) -> str:
-    resource = request.match_info.route.resource
-    path = resource.canonical if resource is not None else "other"
-    return path if path in ROUTES else "other"
+    return request.path if request.path in ROUTES else "other"
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -103,6 +101,11 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         level = logging.DEBUG if isinstance(error, RequestError) else logging.WARNING
         log.log(level, "%s %r refused: %s", request.method, request.path, error.message)
         return error_response(error)
+    except web.RequestPayloadError as error:
+        request.content.feed_eof()  # or aiohttp meets the same error again, as its own, when it discards the rest
+        response = error_response(RequestError(f"the body cannot be read: {error}", code="invalid_body"))
+        response.force_close()
+        return response
     except web.HTTPException as error:
         codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
         code = codes.get(error.status, "http_error")

@@ -29,6 +29,7 @@ class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S")
         text = super().format(record).translate(_ESCAPES)  # a traceback too is part of the one line
+        text = text.encode(errors="backslashreplace").decode()  # lone surrogates
         return f"{stamp}.{int(record.msecs):03d}Z {record.levelname} {self._service} {text}"
 
 

@@ -72,6 +72,7 @@ TABLE = (
     # load and memory
     Metric("handoff_running_requests", "gauge", "engine", "engine", "Requests being computed"),
     Metric("handoff_waiting_requests", "gauge", "engine", "engine", "Requests accepted and not yet computed"),
+    Metric("handoff_pages_total", "gauge", "engine", "engine", "KV pages that can be owned"),
     Metric("handoff_pages_free", "gauge", "engine", "engine", "KV pages nobody owns"),
     Metric("handoff_pages_quarantined", "gauge", None, "engine", "KV pages held until their writer has stopped"),
     Metric("handoff_slots_free", "gauge", None, "engine", "Metadata slots nobody owns"),

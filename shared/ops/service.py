@@ -12,8 +12,9 @@ from aiohttp import web
 
 from shared.config import ServiceConfig
 from shared.ops import logs
-from shared.ops.front import EngineClient, serve
+from shared.ops.front import EngineClient
 from shared.ops.host import LocalSockets
+from shared.ops.http import serve
 from shared.ops.lifecycle import run_service
 from shared.ops.metrics import Registry
 from shared.ops.supervise import EngineProcess, pick_start_method

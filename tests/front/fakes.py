@@ -1,6 +1,7 @@
 """An engine that answers by script, tokenizers built in code, and a front that serves on loopback."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -69,7 +70,9 @@ def refused() -> PeerStatus:
 
 
 def status(*peers: PeerStatus, **fields: Any) -> Status:
-    return Status(0, False, list(peers), fields.get("gauges", {}), fields.get("counters", {}), fields.get("samples", {}))
+    return Status(
+        0, False, list(peers), fields.get("gauges", {}), fields.get("counters", {}), fields.get("samples", {})
+    )
 
 
 class Clock:
@@ -138,7 +141,7 @@ class FakeEngine:
         return [message for message in self.received if isinstance(message, Cancel)]
 
     def prompt(self) -> list[int]:
-        return unpack_int32(self.generates[-1].prompt).tolist()
+        return [int(token) for token in unpack_int32(self.generates[-1].prompt)]
 
     def metric(self, line: str) -> float:
         """The value of one line of /metrics, named as Prometheus writes it."""
@@ -158,7 +161,7 @@ class Http:
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(path, data=data, **options) as response:
+        async with self.session.post(path, data=io.BytesIO(data), **options) as response:
             return response.status, await response.json()
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:

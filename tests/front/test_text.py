@@ -51,7 +51,7 @@ def pieces(codec: TextCodec, ids: list[int], sizes: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     seeds=st.lists(st.integers(0, 10_000), max_size=40),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -62,7 +62,7 @@ def test_joined_pieces_equal_the_whole(name: str, seeds: list[int], sizes: list[
     assert "".join(pieces(codec, ids, sizes)) == codec.decode(ids)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(text=st.text(max_size=30), cut=st.integers(0, 200))
 @example(text=HARD, cut=200)
 def test_text_cut_anywhere(text: str, cut: int) -> None:
@@ -156,7 +156,7 @@ def test_the_match_that_completes_first_wins_however_the_text_is_split(step: int
     assert stopped("aaab", ["aab"], step)[:2] == ("a", True)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     text=st.text("ab", max_size=20),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -2,15 +2,17 @@
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import zmq
 
+from shared.errors import PeerBusy
 from shared.protocol.codec import Codec
 from shared.protocol.messages import Abort, Ack, ToPrefill
-from shared.signal.channel import Channel, Handler
+from shared.signal.channel import Channel, Handler, Link
 from shared.signal.memory_channel import MemoryHub, open_memory_channel
 from shared.signal.zmq_channel import open_channel
 
@@ -24,6 +26,17 @@ def ack(ticket: int) -> Ack:
 def big(ticket: int, size_bytes: int) -> Abort:
     """A message of a little more than ``size_bytes``."""
     return Abort(epoch=1, to_epoch=2, reply_to="", registration=0, room=3, ticket=ticket, reason="x" * size_bytes)  # type: ignore[arg-type]
+
+
+async def fill(link: Link, size_bytes: int = 0) -> int:
+    """Send numbered messages until the link refuses one; returns how many it took."""
+    for sent in itertools.count():
+        try:
+            link.send(big(sent, size_bytes))
+        except PeerBusy:
+            return sent
+        await asyncio.sleep(0)
+    raise AssertionError
 
 
 class Net(Protocol):
@@ -59,29 +72,27 @@ class ZmqNet:
     def free_address(self) -> str:
         if self._kind == "ipc":
             return self._path()
-        socket = self._context.socket(zmq.PULL)
-        socket.bind("tcp://127.0.0.1:0")
-        address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        socket.close(linger=0)
-        return address
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
     def stranger(self, kind: int, address: str = "") -> "zmq.Socket[bytes]":
         """A socket with none of our options, connected if an address is given."""
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        self._strangers.append(socket)
+        stranger: zmq.Socket[bytes] = self._context.socket(kind)
+        self._strangers.append(stranger)
         if address:
-            socket.connect(address)
-        return socket
+            stranger.connect(address)
+        return stranger
 
     def inject(self, address: str, frames: Sequence[bytes]) -> None:
-        socket = self.stranger(zmq.PUSH, address)
-        socket.send_multipart(frames)
-        socket.close(linger=1000)
+        stranger = self.stranger(zmq.PUSH, address)
+        stranger.send_multipart(frames)
+        stranger.close(linger=1000)
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels))
-        for socket in self._strangers:
-            socket.close(linger=0)
+        for stranger in self._strangers:
+            stranger.close(linger=0)
         self._context.term()
 
     def _path(self) -> str:

@@ -1,0 +1,37 @@
+"""The tensors behind the pages: one per buffer of the layout, allocated once and never moved."""
+
+import torch
+
+from shared.kv.layout import Layout
+from shared.protocol.messages import Region
+
+
+class KVPool:
+    """``num_pages`` pages of every buffer, zeroed. Who may touch which page is ``pages.py``'s business."""
+
+    def __init__(self, layout: Layout, num_pages: int, device: str) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self._tensors = {
+            (buffer.component, buffer.layer): torch.zeros(
+                (num_pages, layout.page_size, *buffer.row_shape), dtype=getattr(torch, buffer.dtype), device=device
+            )
+            for buffer in layout.buffers
+        }
+
+    def pages(self, component: str, layer: int) -> torch.Tensor:
+        """One buffer's storage, shape [num_pages, page_size, *row_shape]. Raises KeyError for a layer without one."""
+        return self._tensors[component, layer]
+
+    def regions(self) -> list[Region]:
+        """What the transfer engine registers and the peer is told, in the layout's order."""
+        return [
+            Region(
+                b.component,
+                b.layer,
+                self.pages(b.component, b.layer).data_ptr(),
+                self.layout.item_bytes(b),
+                self.num_pages,
+            )
+            for b in self.layout.buffers
+        ]

@@ -1,0 +1,78 @@
+"""Logits → tokens. Each draw's randomness is a pure function of (seed, choice, position), so that a request goes on
+with the same draws in another process and in any batch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shared.protocol.messages import Sampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0: dividing by them would overflow, and they leave no choice."""
+
+Floats = npt.NDArray[np.float32]
+
+
+class Sampled(NamedTuple):
+    """``logprob`` is the model's own: of the unscaled, unfiltered distribution. NaN where the model computed NaN."""
+
+    token: int
+    logprob: float
+
+
+def sample(
+    logits: torch.Tensor, sampling: Sequence[Sampling], positions: Sequence[int], choices: Sequence[int]
+) -> list[Sampled]:
+    """One token for each row of ``logits`` [batch, vocabulary].
+
+    ``positions[i]`` is the index in the whole sequence of the token that is drawn. Greedy takes the lowest of equally
+    likely tokens.
+    """
+    logits = logits.float()
+    best = logits.argmax(-1)
+    tokens = best.tolist()
+    for i, how in enumerate(sampling):
+        if how.temperature >= GREEDY_BELOW:
+            tokens[i] = draw(logits[i].cpu().numpy(), how, uniform(how.seed, choices[i], positions[i]))
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return [Sampled(*pair) for pair in zip(tokens, logprobs, strict=True)]
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """In [0, 1), 53 bits. Seeds are taken modulo 2**64."""
+    bits = np.random.Philox(key=seed % 2**64, counter=[position, choice, 0, 0]).random_raw()
+    return float(int(bits) >> 11) * 2.0**-53
+
+
+def draw(logits: Floats, how: Sampling, u: float) -> int:
+    """The token at ``u`` of the distribution that temperature, then top_k, then top_p leave of ``logits`` [vocabulary].
+
+    Ties at the edge of top_k or top_p go to the lower token. ``top_k`` ≤ 0 and ``top_p`` ≥ 1 are off.
+    """
+    weights = np.exp((logits - logits.max()) / np.float32(how.temperature))
+    tokens: npt.NDArray[np.intp] | None = None
+    """The tokens that are left, likeliest first; None: all of them, in their own order."""
+    if 0 < how.top_k < len(logits):
+        edge = np.partition(logits, -how.top_k)[-how.top_k]
+        tokens = _likeliest_first(logits, np.flatnonzero(logits >= edge))[: how.top_k]
+        weights = weights[tokens]
+    if how.top_p < 1:
+        total = weights.sum(dtype=np.float64)
+        if tokens is None:
+            # All tokens below this weight together have less than 1 − top_p of the mass, so none of them is needed.
+            needed = np.flatnonzero(weights >= (1 - how.top_p) * total / len(weights))
+            tokens = _likeliest_first(logits, needed)
+            weights = weights[tokens]
+        kept = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), how.top_p * total)) + 1
+        tokens, weights = tokens[:kept], weights[:kept]
+    mass = np.cumsum(weights, dtype=np.float64)
+    index = min(int(np.searchsorted(mass, u * mass[-1], side="right")), len(mass) - 1)
+    return int(index if tokens is None else tokens[index])
+
+
+def _likeliest_first(logits: Floats, tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    return tokens[np.argsort(-logits[tokens], kind="stable")]

@@ -1,0 +1,107 @@
+"""One worker per peer: a thread, a queue and a sending engine of its own, so that a stalled peer stalls only itself.
+
+Hand-over sentence: ``send`` takes over the right to read the sources until its future is done; after a failure bytes
+may still move until ``drain`` is done. Futures belong to their callers' loop; giving one up does not stop the worker.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from shared.errors import HandoffError, TransferFailed
+from shared.transfer.engine import Blocks, TransferEngine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SendResult:
+    """``write_s``: from the first submit to the last byte known to have landed."""
+
+    sent_bytes: int
+    write_s: float
+
+
+class PeerSender:
+    """Writes to one session. ``sources`` are (address, bytes) of the memory that may be sent; the engine is made by the
+    worker when it is first needed, because first contact with a peer may block for seconds."""
+
+    def __init__(
+        self, make_engine: Callable[[], TransferEngine], sources: Sequence[tuple[int, int]], session: str, name: str
+    ) -> None:
+        self._make_engine, self._sources, self._session, self._name = make_engine, sources, session, name
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._engine: TransferEngine | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"send-{name}", daemon=True)
+        self._thread.start()
+
+    def send(self, batches: Sequence[Blocks]) -> "asyncio.Future[SendResult]":
+        """Write each batch after the one before has landed. The future raises TransferFailed or ValueError."""
+        return self._put(lambda: self._send(batches))
+
+    def drain(self) -> "asyncio.Future[None]":
+        """Done when nothing that was sent before can still move; the next ``send`` makes a fresh engine."""
+        return self._put(self._retire)
+
+    async def close(self) -> None:
+        """Drain, and end the worker; idempotent."""
+        if not self._closed:
+            ended = self.drain()
+            self._closed = True
+            self._jobs.put(None)
+            await asyncio.shield(ended)
+
+    def _put(self, job: Callable[[], Any]) -> "asyncio.Future[Any]":
+        if self._closed:
+            raise ValueError(f"sender {self._name} is closed")
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.put((job, future))
+        return future
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            result, failure = None, None
+            try:
+                result = job()
+            except HandoffError as error:
+                failure = error
+            except Exception as error:
+                log.exception("sender %s: a job failed on a defect", self._name)
+                failure = TransferFailed(f"{type(error).__name__}: {error}")
+            try:
+                self._loop.call_soon_threadsafe(_settle, future, result, failure)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+    def _send(self, batches: Sequence[Blocks]) -> SendResult:
+        if self._engine is None:
+            engine = self._make_engine()
+            for base, length_bytes in self._sources:
+                engine.register(base, length_bytes)
+            self._engine = engine
+        started_s = time.monotonic()
+        for blocks in batches:
+            self._engine.wait(self._engine.submit(self._session, blocks))
+        return SendResult(sum(b.total_bytes for b in batches), time.monotonic() - started_s)
+
+    def _retire(self) -> None:
+        if self._engine is not None:
+            self._engine.retire()
+            self._engine = None
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        future.set_result(result)
