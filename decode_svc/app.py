@@ -69,6 +69,8 @@ class Answer:
 
     def __init__(self, job: Job, stream: RequestStream, codec: TextCodec, registry: Registry, now: Callable[[], float]):
         self.handover: Handover | None = None
+        self.token_ids: list[int] = []
+        """Those that count: up to the one that ended the answer."""
         self._job, self._stream, self._registry, self._now = job, stream, registry, now
         self._text = Assembler(codec, job.stops)
         self._last_s: float | None = None
@@ -77,8 +79,10 @@ class Answer:
         """The next piece, possibly empty; a finish reason on the last. Raises EngineFailure."""
         output = await anext(self._stream)
         before = self._text.tokens
-        text = self._text.feed(output.tokens, output.finish is not None)
-        self._measure(self._text.tokens - before, output.handover)
+        text = self._text.feed(output.tokens, output.finish)
+        counted = self._text.tokens - before
+        self.token_ids += output.tokens[:counted]
+        self._measure(counted, output.handover)
         if self._text.stopped:
             self._stream.stop()
             return text, "stop"
@@ -146,7 +150,7 @@ class DecodeFront:
 
         ids = await self._on_text_thread(tokens)
         message = self._message(request, body, ids, "messages", None)
-        shape = ChatShape(f"chatcmpl-{message.request}", self._model, int(time.time()), body.include_usage)
+        shape = ChatShape(f"chatcmpl-{message.request}", *self._frame(body))
         return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
@@ -159,7 +163,7 @@ class DecodeFront:
         else:
             ids = body.token_ids()
         message = self._message(request, body, ids, "prompt", COMPLETION_DEFAULT_TOKENS)
-        shape = CompletionShape(f"cmpl-{message.request}", self._model, int(time.time()), body.include_usage)
+        shape = CompletionShape(f"cmpl-{message.request}", *self._frame(body))
         return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
 
     # before the engine
@@ -180,6 +184,10 @@ class DecodeFront:
                 status=404,
             )
         return _context(self._engine.require())
+
+    def _frame(self, body: CommonRequest) -> tuple[str, int, bool, bool]:
+        """Model, time, and what the answer is to carry besides its text."""
+        return self._model, int(time.time()), body.include_usage, bool(body.return_token_ids)
 
     async def _on_text_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -219,7 +227,7 @@ class DecodeFront:
             while finish is None:
                 text, finish = await answer.next()
                 pieces.append(text)
-            return json_response(job.shape.whole("".join(pieces), finish, answer.usage()), headers=headers)
+            return json_response(job.shape.whole("".join(pieces), finish, answer.usage(), answer.token_ids), headers=headers)
 
 
 async def _streamed(

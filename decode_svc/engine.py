@@ -15,6 +15,7 @@ from shared.errors import HandoffError, TransferFailed, Unavailable
 from shared.ids import PeerAddress, RequestId, new_epoch
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
+from shared.limited_log import RateLimitedLog
 from shared.ops.host import Host, advertised_host
 from shared.ops.metrics import Meter
 from shared.ops.setup import LoadedRuntime, load_runtime
@@ -27,6 +28,7 @@ from shared.transfer.engine import TransferEngine
 from shared.transfer.mooncake_engine import MooncakeEngine
 
 log = logging.getLogger(__name__)
+REFUSAL_LOG_S = 60.0
 TICK_S = 0.25
 STATUS_S = 0.5
 
@@ -38,6 +40,7 @@ class DecodeEngine:
         self._config, self._host = config, host
         self._epoch = new_epoch()
         self._meter = Meter("decode")
+        self._limited = RateLimitedLog(log, REFUSAL_LOG_S)
         self._sessions: dict[tuple[PeerAddress, int], TransferEngine] = {}
         self._wake = asyncio.Event()
         self._running: Plan | None = None
@@ -106,6 +109,9 @@ class DecodeEngine:
         self._flush()
 
     def _on_control(self, message: m.ToDecode) -> None:
+        if isinstance(message, m.Refused) and message.differences:
+            differences = "; ".join(map(str, message.differences))
+            self._limited.warning(differences, "a prefill refused this decode: %s", differences)
         self._do(self._intake.on_message(message, self._host.now_s()))
         self._flush()
 
@@ -259,6 +265,7 @@ class DecodeEngine:
         intake, meter, counts = self._intake, self._meter, self._intake.counts
         meter.total("handoff_malformed_messages_total", self._host.malformed_messages)
         meter.total("handoff_busy_sends_total", self._host.outbox.dropped)
+        meter.count("handoff_heartbeats_total")
         meter.total("handoff_steps_total", self._steps_done)
         meter.total("handoff_retries_total", counts.retries)
         meter.total("handoff_aborts_total", counts.aborts)
@@ -266,7 +273,7 @@ class DecodeEngine:
         meter.total("handoff_bad_completions_total", counts.bad_completions)
         meter.gauge("handoff_running_requests", len(self._scheduler))
         meter.gauge("handoff_waiting_requests", len(intake.requests) - len(self._scheduler))
-        meter.gauge("handoff_pages_total", intake.pages.usable_pages)
+        meter.gauge("handoff_pages_usable", intake.pages.usable_pages)
         meter.gauge("handoff_pages_free", intake.pages.free_pages)
         meter.gauge("handoff_pages_quarantined", intake.pages.quarantined_pages)
         meter.gauge("handoff_slots_free", intake.slots.free_slots)

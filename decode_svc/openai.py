@@ -80,7 +80,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stop_regex": (),
     "logits_processors": ([],),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
 }
 
 
@@ -100,6 +99,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -133,6 +133,8 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             raise _bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}")
         if self.stream_options is not None and not self.stream:
             raise _bad("stream_options", "only allowed when stream is true")
+        if self.return_token_ids and self.stream:
+            raise _bad("return_token_ids", "only allowed when stream is false")
 
 
 class ContentPart(msgspec.Struct):
@@ -314,12 +316,14 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class CompletionShape:
-    """The objects of one answer. ``with_usage``: chunks carry "usage", null in all but the last."""
+    """The objects of one answer. ``with_usage``: chunks carry "usage", null in all but the last. ``with_tokens``: the
+    choice of a whole answer carries "token_ids"."""
 
     id: str
     model: str
     created: int
     with_usage: bool
+    with_tokens: bool
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first text."""
@@ -335,9 +339,13 @@ class CompletionShape:
         """The chunk after the ending, where usage was asked for."""
         return {**self._chunk([]), "usage": total}
 
-    def whole(self, text: str, finish: FinishReason, total: dict[str, int]) -> dict[str, Any]:
+    def whole(self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        return {**self._object("text_completion", [self._choice({"text": text}, finish)]), "usage": total}
+        choice = self._choice({"text": text}, finish) | self._tokens(token_ids)
+        return {**self._object("text_completion", [choice]), "usage": total}
+
+    def _tokens(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self.with_tokens else {}
 
     def _chunk(self, choices: list[dict[str, Any]], name: str = "text_completion") -> dict[str, Any]:
         body = self._object(name, choices)
@@ -363,9 +371,10 @@ class ChatShape(CompletionShape):
     def ending(self, finish: FinishReason) -> dict[str, Any]:
         return self._chunk([self._choice({"delta": {}}, finish)])
 
-    def whole(self, text: str, finish: FinishReason, total: dict[str, int]) -> dict[str, Any]:
+    def whole(self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int]) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {**self._object("chat.completion", [self._choice({"message": message}, finish)]), "usage": total}
+        choice = self._choice({"message": message}, finish) | self._tokens(token_ids)
+        return {**self._object("chat.completion", [choice]), "usage": total}
 
     def _chunk(self, choices: list[dict[str, Any]], name: str = "chat.completion.chunk") -> dict[str, Any]:
         return super()._chunk(choices, name)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.errors import ConfigError, RequestError
+from shared.protocol.local import FinishReason
 
 REPLACEMENT = "\ufffd"
 
@@ -131,8 +132,15 @@ class Assembler:
         self._detokenizer = Detokenizer(codec)
         self._stops = StopStrings(stops) if stops else None
 
-    def feed(self, tokens: Sequence[int], last: bool) -> str:
-        """Text that is final now; all that is left if these are the ``last`` tokens."""
+    def feed(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
+        """Text that is final now; all that is left where the engine finished with these tokens. With "stop" the last
+        one is an end-of-text or stop token: it counts, and is no text."""
+        text_tokens = tokens[:-1] if finish == "stop" else tokens
+        text = self._feed(text_tokens, finish is not None)
+        self.tokens += len(tokens) - len(text_tokens) if not self.stopped else 0
+        return text
+
+    def _feed(self, tokens: Sequence[int], last: bool) -> str:
         if self._stops is None:
             self.tokens += len(tokens)
             text = self._detokenizer.push(tokens)

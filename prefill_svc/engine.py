@@ -17,6 +17,7 @@ from shared.ids import PeerAddress, new_epoch
 from shared.kv.pages import PageAllocator
 from shared.kv.pool import KVPool
 from shared.kv.slots import SlotPool
+from shared.limited_log import RateLimitedLog
 from shared.ops.host import Host, advertised_host
 from shared.ops.metrics import Meter
 from shared.ops.setup import LoadedRuntime, load_runtime
@@ -29,6 +30,7 @@ from shared.transfer.mooncake_engine import MooncakeEngine
 from shared.transfer.sender import PeerSender, SendResult
 
 log = logging.getLogger(__name__)
+REFUSAL_LOG_S = 60.0
 TICK_S = 0.25
 STATUS_S = 0.5
 
@@ -40,6 +42,7 @@ class PrefillEngine:
         self._config, self._host = config, host
         self._epoch = new_epoch()
         self._meter = Meter("prefill")
+        self._limited = RateLimitedLog(log, REFUSAL_LOG_S)
         self._senders: dict[SenderId, PeerSender] = {}
         self._wake = asyncio.Event()
         self._busy = False
@@ -105,6 +108,9 @@ class PrefillEngine:
         for effect in effects:
             match effect:
                 case Send(address, message):
+                    if isinstance(message, m.Refused) and message.differences:
+                        differences = "; ".join(map(str, message.differences))
+                        self._limited.warning(address + differences, "refused decode %s: %s", address, differences)
                     self._host.outbox.send(address, message)
                 case Write(sender, key, batches):
                     future = self._senders[sender].send(batches)
@@ -201,6 +207,7 @@ class PrefillEngine:
         handoff, meter, counts = self._handoff, self._meter, self._handoff.counts
         meter.total("handoff_malformed_messages_total", self._host.malformed_messages)
         meter.total("handoff_busy_sends_total", self._host.outbox.dropped)
+        meter.count("handoff_heartbeats_total")
         meter.total("handoff_steps_total", handoff.steps)
         meter.total("handoff_attempts_started_total", counts.accepted)
         for outcome, total in counts.ended.items():
@@ -217,6 +224,6 @@ class PrefillEngine:
         counts.timings.clear()
         meter.gauge("handoff_running_requests", len(handoff.senders) - len(handoff.queue))
         meter.gauge("handoff_waiting_requests", len(handoff.queue))
-        meter.gauge("handoff_pages_total", handoff.pages.usable_pages)
+        meter.gauge("handoff_pages_usable", handoff.pages.usable_pages)
         meter.gauge("handoff_pages_free", handoff.pages.free_pages)
         return Status(handoff.steps, self._busy, handoff.peers.statuses(), *meter.take())

@@ -1,5 +1,6 @@
 """Real services in real processes on loopback: fronts forked from a preloaded server, each with its own engine."""
 
+import asyncio
 import ctypes
 import json
 import multiprocessing
@@ -114,7 +115,9 @@ class Client:
     async def __aenter__(self) -> "Client":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         await self._session.close()
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
@@ -169,30 +172,33 @@ class Pair:
         for client in self.clients:
             while await client.metric('handoff_peers{state="registered"}') != wanted:
                 assert time.monotonic() < end_s, "not registered:\n" + self.decode.log()[-3000:]
-                await _sleep(0.05)
+                await asyncio.sleep(0.05)
 
     async def check_books(self, timeout_s: float = 10.0) -> None:
         """At rest both sides own every page and slot again, and nothing waits. Raises AssertionError if not."""
         end_s = time.monotonic() + timeout_s
-        while problems := [p for s in [*self.prefills, *self.decodes] for p in await _books(s)]:
+        services = [*self.prefills, *self.decodes]
+        before = [(await _values(s))["handoff_heartbeats_total"] for s in services]
+        while problems := [p for s, b in zip(services, before, strict=True) for p in _books(s, await _values(s), b)]:
             assert time.monotonic() < end_s, problems
-            await _sleep(0.1)
+            await asyncio.sleep(0.05)
 
 
-async def _books(service: Service) -> list[str]:
+async def _values(service: Service) -> dict[str, float]:
     async with Client(service.url) as client:
-        _, info = await client.get("/metrics")
-    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in info.splitlines() if line[:1] != "#"}
-    usable = values["handoff_pages_total"]
+        _, text = await client.get("/metrics")
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#"]
+    return {name: float(value) for name, value in lines}
+
+
+def _books(service: Service, values: dict[str, float], heartbeats_before: float) -> list[str]:
+    """What does not balance, in numbers that the engine has sent since."""
+    if values["handoff_heartbeats_total"] == heartbeats_before:
+        return [f"{service.side}: no heartbeat"]
+    usable = values["handoff_pages_usable"]
     wanted = {"handoff_pages_free": usable, "handoff_pages_quarantined": 0, "handoff_running_requests": 0}
     wanted |= {"handoff_waiting_requests": 0}
-    return [f"{service.side}: {k} is {values[k]}, expected {v}" for k, v in wanted.items() if values[k] != v]
-
-
-async def _sleep(seconds: float) -> None:
-    import asyncio
-
-    await asyncio.sleep(seconds)
+    return [f"{service.side}: {k} is {values[k]}, expected {v}" for k, v in wanted.items() if values.get(k, v) != v]
 
 
 async def start_pair(
@@ -207,9 +213,22 @@ async def start_pair(
     decode_flags: tuple[str, ...] = (),
 ) -> Pair:
     """Start, wait until registered, and stop with the stack (SIGKILL: tests of clean ends end theirs themselves)."""
-    common = ["--model", str(model), "--dtype", "float32", "--threads", "1", "--port", "0", "--control-port", "0", *flags]
+    common = [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--port",
+        "0",
+        "--control-port",
+        "0",
+        *flags,
+    ]
     first = [
-        Service(forks, "prefill", [*common, *prefill_flags], folder / f"prefill{i}.log").start() for i in range(prefills)
+        Service(forks, "prefill", [*common, *prefill_flags], folder / f"prefill{i}.log").start()
+        for i in range(prefills)
     ]
     for service in first:
         stack.callback(service.kill)

@@ -72,10 +72,11 @@ TABLE = (
     # load and memory
     Metric("handoff_running_requests", "gauge", "engine", "engine", "Requests being computed"),
     Metric("handoff_waiting_requests", "gauge", "engine", "engine", "Requests accepted and not yet computed"),
-    Metric("handoff_pages_total", "gauge", "engine", "engine", "KV pages that can be owned"),
+    Metric("handoff_pages_usable", "gauge", "engine", "engine", "KV pages that can be owned"),
     Metric("handoff_pages_free", "gauge", "engine", "engine", "KV pages nobody owns"),
     Metric("handoff_pages_quarantined", "gauge", None, "engine", "KV pages held until their writer has stopped"),
     Metric("handoff_slots_free", "gauge", None, "engine", "Metadata slots nobody owns"),
+    Metric("handoff_heartbeats_total", "counter", "engine", "engine", "Status messages from engine to front"),
     Metric("handoff_steps_total", "counter", "engine", "engine", "Forwards finished"),
     Metric("handoff_step_seconds", "histogram", "engine", "engine", "One forward"),
     # hand-overs

@@ -176,7 +176,7 @@ def assembled(text: str, stops: list[str], group: int) -> tuple[str, Assembler]:
     ids = codec.encode(text, False)
     assembler, out = Assembler(codec, stops), ""
     for start in range(0, len(ids), group):
-        out += assembler.feed(ids[start : start + group], start + group >= len(ids))
+        out += assembler.feed(ids[start : start + group], "length" if start + group >= len(ids) else None)
         if assembler.stopped:
             break
     return out, assembler
@@ -197,7 +197,7 @@ def test_a_stop_that_only_the_end_completes() -> None:
     codec = CODECS["byte level"]
     ids = codec.encode("a🫨", False)[:-1]
     assembler = Assembler(codec, ["\ufffd"])
-    assert assembler.feed(ids, last=True) == "a"
+    assert assembler.feed(ids, "length") == "a"
     assert assembler.stopped
 
 
@@ -206,4 +206,14 @@ def test_the_end_flushes_what_is_held(stops: list[str]) -> None:
     codec = CODECS["byte level"]
     ids = codec.encode("a🫨 neve", False)
     assembler = Assembler(codec, stops)
-    assert assembler.feed(ids, last=True) == "a🫨 neve"
+    assert assembler.feed(ids, "length") == "a🫨 neve"
+
+
+@pytest.mark.parametrize("stops", [[], ["never met"]])
+def test_a15_a_stop_token_counts_and_is_no_text(stops: list[str]) -> None:
+    """Also one that is an ordinary token of the vocabulary."""
+    codec = CODECS["byte level"]
+    assembler, ids = Assembler(codec, stops), codec.encode("ab", False)
+    assert assembler.feed(ids[:1], None) == "a"
+    assert assembler.feed(ids[1:], "stop") == ""
+    assert assembler.tokens == len(ids)

@@ -4,6 +4,7 @@ It prints the engine's pid, then one line for what it sees.
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from shared.ops.supervise import EngineProcess, StartMethod
 def engine(role: str) -> None:
     if role == "frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if role == "no kernel":
+        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG: none
     if role == "describe":
         ignored = [signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -26,7 +29,7 @@ def engine(role: str) -> None:
 def main(role: str, method: StartMethod) -> None:
     process = EngineProcess.start(engine, (role,), method=method)
     print(process.pid, flush=True)
-    if role in ("hang", "frozen"):
+    if role in ("hang", "frozen", "no kernel"):
         time.sleep(60)
     if role == "crash":
         raise SystemExit(7)

@@ -124,7 +124,7 @@ async def test_the_engine_ignores_stop_signals_is_nice_and_waits_passively(metho
 
 
 @METHODS
-@pytest.mark.parametrize("role", ["hang", "frozen"])
+@pytest.mark.parametrize("role", ["hang", "frozen", "no kernel"])
 async def test_an_engine_goes_with_its_killed_front(role: str, method: str) -> None:
     async with front(role, method) as (process, _, pid):
         assert not gone(pid)

@@ -87,6 +87,28 @@ async def test_close_gives_up_on_a_peer_that_does_not_read(tcp: ZmqNet) -> None:
         await a.close()
 
 
+async def last_words(address: str) -> None:
+    """What a process says that ends right after ``close``."""
+    channel = await open_channel("tcp://127.0.0.1:0", Codec[ToPrefill](ToPrefill), ignore, name="test")
+    link = await channel.connect(address)
+    for i in range(20):
+        link.send(big(i, 200_000))
+    await channel.close()
+    os._exit(0)
+
+
+async def test_what_close_has_sent_survives_the_end_of_the_process(tcp: ZmqNet) -> None:
+    got: list[ToPrefill] = []
+    b = await tcp.open(got.append)
+    program = (
+        f"import asyncio; from tests.signal import test_zmq_channel as t; asyncio.run(t.last_words({b.address!r}))"
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await child.wait() == 0
+    await until(lambda: len(got) == 20)
+    assert got == [big(i, 200_000) for i in range(20)]
+
+
 async def test_close_leaves_no_socket_no_task_and_no_file(tcp: ZmqNet) -> None:
     b = await tcp.open(lambda message: None)
     nobody = tcp.free_address()
