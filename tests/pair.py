@@ -31,9 +31,9 @@ def _serve(side: Side, argv: list[str], log_path: str) -> None:
     os.dup2(log, 2)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if side == "prefill":
-        from prefill_svc.__main__ import main
+        from prefill_svc.main import main
     else:
-        from decode_svc.__main__ import main
+        from decode_svc.main import main
     sys.exit(main(argv))
 
 

@@ -74,13 +74,14 @@ async def _run_until(event: asyncio.Event, work: Coroutine[Any, Any, None], limi
 
 
 def main_guard(name: str, main: Callable[[], int]) -> int:
-    """Exit status of ``main``; 2 and one line on stderr for what the operator can mend, 130 for an early Ctrl-C."""
+    """Exit status of ``main``; one line on stderr and 2 for what the operator can mend, 1 for what may be over at the
+    next start (the engine was killed while it loaded); 130 for an early Ctrl-C. Defects keep their traceback."""
     try:
         return main()
     except HandoffError as error:
-        if error.blame is not Blame.OPERATOR:
+        if error.blame is not Blame.OPERATOR and not error.retryable:
             raise
         print(f"{name}: error: {' '.join(error.message.split())}", file=sys.stderr)
-        return 2
+        return 2 if error.blame is Blame.OPERATOR else 1
     except KeyboardInterrupt:
         return 130

@@ -1,6 +1,6 @@
 """A front in a process of its own, for the tests that need one: ``python front.py ROLE METHOD``.
 
-It prints the engine's pid, then one line for what it sees.
+The first line that it prints is the engine's pid; the engine itself prints it in roles that wait for it to be ready.
 """
 
 import asyncio
@@ -12,12 +12,16 @@ import time
 
 from shared.ops.supervise import EngineProcess, StartMethod
 
+WHEN_READY = ("hang", "frozen", "no kernel")
+
 
 def engine(role: str) -> None:
-    if role == "frozen":
-        os.kill(os.getpid(), signal.SIGSTOP)
     if role == "no kernel":
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG: none
+    if role in WHEN_READY:
+        print(os.getpid(), flush=True)
+    if role == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if role == "describe":
         ignored = [signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -28,9 +32,9 @@ def engine(role: str) -> None:
 
 def main(role: str, method: StartMethod) -> None:
     process = EngineProcess.start(engine, (role,), method=method)
-    print(process.pid, flush=True)
-    if role in ("hang", "frozen", "no kernel"):
+    if role in WHEN_READY:
         time.sleep(60)
+    print(process.pid, flush=True)
     if role == "crash":
         raise SystemExit(7)
     print(asyncio.run(process.died()), flush=True)

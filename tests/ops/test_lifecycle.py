@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import ConfigError, EngineMissing, TransferFailed
+from shared.errors import ConfigError, EngineMissing, StateError, Unavailable
 from shared.ops.lifecycle import main_guard, run_service
 
 
@@ -127,12 +127,20 @@ def test_the_operators_mistake_is_one_line_and_status_2(error: Exception, capsys
     assert capsys.readouterr() == ("", "prefill-svc: error: no such model\n")
 
 
-def test_other_errors_keep_their_traceback() -> None:
+def test_defects_keep_their_traceback() -> None:
     def main() -> int:
-        raise TransferFailed("x")
+        raise StateError("x")
 
-    with pytest.raises(TransferFailed):
+    with pytest.raises(StateError):
         main_guard("prefill-svc", main)
+
+
+def test_what_may_be_over_at_the_next_start_is_one_line_and_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise Unavailable("the engine died while it started: killed by SIGKILL")
+
+    assert main_guard("decode-svc", main) == 1
+    assert capsys.readouterr().err == "decode-svc: error: the engine died while it started: killed by SIGKILL\n"
 
 
 def test_the_status_is_passed_on() -> None:

@@ -259,12 +259,3 @@ async def test_a_malformed_address_is_the_operators_mistake(net: Net, bad: str) 
     a = await net.open(ignore)
     with pytest.raises(ConfigError, match=r"malformed: expected tcp://HOST:PORT"):
         await a.connect(bad)
-
-
-async def test_a_link_that_is_given_up_while_it_opens_is_closed_with_its_channel(net: Net) -> None:
-    a = await net.open(ignore)
-    task = asyncio.ensure_future(a.connect(net.free_address()))
-    await asyncio.sleep(0)
-    task.cancel()
-    async with asyncio.timeout(5):
-        await a.close()

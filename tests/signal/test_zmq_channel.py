@@ -85,6 +85,40 @@ async def test_close_gives_up_on_a_peer_that_does_not_read(tcp: ZmqNet) -> None:
     await fill(link, 1 << 20)
     async with asyncio.timeout(5):
         await a.close()
+    assert link.closed  # aiozmq has let go of it
+
+
+async def test_nothing_is_delivered_once_close_has_begun(tcp: ZmqNet) -> None:
+    late: list[bool] = []
+    closing: list[asyncio.Future[None]] = []
+
+    def handler(message: ToPrefill) -> None:
+        late.append(b._endpoint.closed)
+        closing.append(asyncio.ensure_future(b.close()))
+
+    b = await tcp.open(handler)
+    link = await (await tcp.open(ignore)).connect(b.address)
+    await until(lambda: link.connected)
+    for i in range(50):
+        link.send(ack(i))
+    await until(lambda: closing)
+    await closing[0]
+    assert len(late) < 50
+    assert not any(late)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+async def test_a_link_that_is_given_up_while_it_opens(
+    tcp: ZmqNet, turns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await tcp.open(ignore)
+    task = asyncio.ensure_future(a.connect(tcp.free_address()))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await a.close()
+    assert [r for r in caplog.records if r.name == "asyncio"] == []
 
 
 async def last_words(address: str) -> None:
