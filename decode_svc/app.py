@@ -227,7 +227,9 @@ class DecodeFront:
             while finish is None:
                 text, finish = await answer.next()
                 pieces.append(text)
-            return json_response(job.shape.whole("".join(pieces), finish, answer.usage(), answer.token_ids), headers=headers)
+            return json_response(
+                job.shape.whole("".join(pieces), finish, answer.usage(), answer.token_ids), headers=headers
+            )
 
 
 async def _streamed(

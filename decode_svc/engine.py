@@ -5,6 +5,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from decode_svc.effects import Effect, Ended, Fence, OpenSession, Prebuild, Send
 from decode_svc.intake import Intake
@@ -59,7 +60,9 @@ class DecodeEngine:
     async def start(self) -> None:
         """Load, allocate, bind, announce. Raises ConfigError, EngineMissing."""
         config, host = self._config, self._host
-        self._advertise = advertised_host(config.advertise_host, config.host, [p.rsplit(":", 1)[0] for p in config.prefill])
+        self._advertise = advertised_host(
+            config.advertise_host, config.host, [p.rsplit(":", 1)[0] for p in config.prefill]
+        )
         MooncakeEngine.require()
         runtime = self._runtime = await host.compute(load_runtime, config)
         info = runtime.info
@@ -150,7 +153,8 @@ class DecodeEngine:
             if request is None or request.state is not RequestState.LANDED:
                 continue
             lease = request.lease
-            assert lease is not None and lease.slot is not None
+            assert lease is not None
+            assert lease.slot is not None
             row = self._intake.slots.rows[lease.slot]
             if (int(row["room"]), int(row["ticket"])) != (lease.room, lease.ticket):
                 wrong = TransferFailed(f"metadata slot {lease.slot} does not hold room {lease.room}'s row")
@@ -225,7 +229,7 @@ class DecodeEngine:
             self._prebuild_landed()
             self._flush()
 
-    def _apply(self, plan: Plan, samples: list[tuple[int, float]]) -> None:
+    def _apply(self, plan: Plan, samples: Sequence[tuple[int, float]]) -> None:
         self._steps_done += 1
         for request in self._leaving:
             self._scheduler.leave(request)

@@ -84,7 +84,14 @@ class Intake:
     """All requests and leases of one decode engine. Times are seconds of one monotonic clock."""
 
     def __init__(
-        self, *, epoch: Epoch, reply_to: PeerAddress, layout: Layout, pages: PageAllocator, slots: SlotPool, peers: PeerBook
+        self,
+        *,
+        epoch: Epoch,
+        reply_to: PeerAddress,
+        layout: Layout,
+        pages: PageAllocator,
+        slots: SlotPool,
+        peers: PeerBook,
     ) -> None:
         self.requests: dict[RequestId, Request] = {}
         self.leases: dict[Ticket, Lease] = {}
@@ -128,7 +135,8 @@ class Intake:
         """The prebuilt step has consumed the metadata row; its slot is free from here on (S42)."""
         request = self.requests[request_id]
         request.state, todo = REQUEST.step(request.state, RequestEvent.PREBUILT)
-        assert todo == (Do.FREE_SLOT,) and request.lease is not None
+        assert todo == (Do.FREE_SLOT,)
+        assert request.lease is not None
         self._free_slot(request.lease)
 
     def finish(
@@ -142,7 +150,8 @@ class Intake:
     def pages_of(self, request_id: RequestId) -> Pages:
         """All pages of a committed request in position order: those that landed, then those that decode fills."""
         request = self.requests[request_id]
-        assert request.lease is not None and request.own_pages is not None
+        assert request.lease is not None
+        assert request.own_pages is not None
         return np.concatenate([request.lease.pages, request.own_pages])
 
     # admission
@@ -159,7 +168,9 @@ class Intake:
             peer = self.peers.pick(request.prompt_tokens, request.avoid)
             if peer is None and not self.peers.hopeful(now_s):
                 self.waiting.popleft()
-                effects += self._fail(request, Unavailable("no prefill service is registered", code="no_prefill"), now_s)
+                effects += self._fail(
+                    request, Unavailable("no prefill service is registered", code="no_prefill"), now_s
+                )
                 continue
             if peer is None or not (lease := self._reserve(request, peer, now_s)):
                 break

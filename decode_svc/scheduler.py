@@ -4,6 +4,7 @@ Rows live in fixed arrays, compacted when a request leaves, so that a step hands
 per token. Pages were reserved at admission: a running request is never paused.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +96,8 @@ class Scheduler:
             [row.sampling for row in self._rows],
         )
 
-    def apply(self, plan: Plan, samples: list[tuple[int, float]]) -> list[Step]:
-        """The results of that step, in its order; finished requests have left, and so have those that left meanwhile."""
+    def apply(self, plan: Plan, samples: Sequence[tuple[int, float]]) -> list[Step]:
+        """The results of that step, in its order. Finished requests have left; those that left meanwhile have none."""
         steps = []
         for request, (token, logprob) in zip(plan.rows, samples, strict=True):
             at = self._index.get(request)

@@ -13,9 +13,8 @@ from prefill_svc.handoff import Handoff
 from prefill_svc.peers import DecodePeers
 from prefill_svc.scheduler import Piece
 from shared.config import PrefillConfig
-from shared.ids import PeerAddress, new_epoch
+from shared.ids import AttemptKey, PeerAddress, new_epoch
 from shared.kv.pages import PageAllocator
-from shared.kv.pool import KVPool
 from shared.kv.slots import SlotPool
 from shared.limited_log import RateLimitedLog
 from shared.ops.host import Host, advertised_host
@@ -125,7 +124,7 @@ class PrefillEngine:
                 case CloseSender(sender):
                     self._host.spawn(self._senders.pop(sender).close())
 
-    def _written(self, key: m.AttemptKey, future: "asyncio.Future[SendResult]") -> None:
+    def _written(self, key: AttemptKey, future: "asyncio.Future[SendResult]") -> None:
         now_s = self._host.now_s()
         if error := future.exception():
             log.warning("room %d attempt %d: %s", key.room, key.ticket, error)
@@ -136,7 +135,7 @@ class PrefillEngine:
             self._do(self._handoff.written(key, result.sent_bytes, result.write_s, now_s))
         self._wake.set()
 
-    def _drained(self, key: m.AttemptKey, future: "asyncio.Future[None]") -> None:
+    def _drained(self, key: AttemptKey, future: "asyncio.Future[None]") -> None:
         future.result()
         self._do(self._handoff.drained(key, self._host.now_s()))
         self._wake.set()
@@ -147,9 +146,7 @@ class PrefillEngine:
         config, handoff = self._config, self._handoff
         while True:
             self._wake.clear()
-            pieces, effects = handoff.next_forward(
-                config.chunked_prefill_size, config.max_num_seqs, self._host.now_s()
-            )
+            pieces, effects = handoff.next_forward(config.chunked_prefill_size, config.max_num_seqs, self._host.now_s())
             self._do(effects)
             if not pieces:
                 handoff.check_integrity()
@@ -170,7 +167,9 @@ class PrefillEngine:
     def _batch(self, pieces: list[Piece]) -> PrefillBatch:
         senders = [self._handoff.senders[p.key] for p in pieces]
         return PrefillBatch(
-            tokens=np.concatenate([s.tokens[p.start : p.start + p.length] for s, p in zip(senders, pieces, strict=True)]),
+            tokens=np.concatenate(
+                [s.tokens[p.start : p.start + p.length] for s, p in zip(senders, pieces, strict=True)]
+            ),
             q_lens=[p.length for p in pieces],
             starts=[p.start for p in pieces],
             pages=[s.pages for s in senders if s.pages is not None],

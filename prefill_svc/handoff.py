@@ -4,6 +4,7 @@ Each call takes one event and returns what is to be done (``effects.py``); ``eng
 owns its source pages and source row until neither a forward nor a transfer touches them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prefill_svc.effects import Drain, Effect, Send, SenderId, Write
@@ -147,7 +148,9 @@ class Handoff:
         planned; a prompt that finds none waits, and those behind it too."""
         effects: list[Effect] = []
         for key in [k for k in self.queue if now_s >= self.senders[k].deadline_s]:
-            effects += self._fail(self.senders[key], SenderEvent.REFUSE, "waited too long in the queue", "timeout", True, now_s)
+            effects += self._fail(
+                self.senders[key], SenderEvent.REFUSE, "waited too long in the queue", "timeout", True, now_s
+            )
         ready = []
         for key in self.queue:
             sender = self.senders[key]
@@ -164,7 +167,7 @@ class Handoff:
                 self.senders[piece.key].started_s = now_s
         return self._forward, effects
 
-    def computed(self, samples: list[tuple[int, float] | None], now_s: float) -> list[Effect]:
+    def computed(self, samples: Sequence[tuple[int, float] | None], now_s: float) -> list[Effect]:
         """The forward has ended: one (token, log-prob) for each piece that is the last of its prompt."""
         pieces, self._forward = self._forward, []
         self.steps += 1
@@ -195,7 +198,9 @@ class Handoff:
         effects: list[Effect] = []
         for piece in pieces:
             why = f"the forward failed: {type(error).__name__}: {error}"
-            effects += self._fail(self.senders[piece.key], SenderEvent.COMPUTE_FAILED, why, "compute_failed", False, now_s)
+            effects += self._fail(
+                self.senders[piece.key], SenderEvent.COMPUTE_FAILED, why, "compute_failed", False, now_s
+            )
         return effects
 
     # transfers
@@ -295,7 +300,8 @@ class Handoff:
         return effects
 
     def _write(self, sender: Sender, sample: tuple[int, float]) -> Write:
-        assert sender.pages is not None and sender.slot is not None
+        assert sender.pages is not None
+        assert sender.slot is not None
         key = sender.key
         self.slots.rows[sender.slot] = meta_row(key.room, key.ticket, *sample)[0]
         destination = m.unpack_int32(sender.spec.dst_pages)
@@ -329,7 +335,9 @@ class Handoff:
         spec, tokens = sender.spec, sender.tokens
         destination = m.unpack_int32(spec.dst_pages)
         if not 0 < len(tokens) <= self._max_prompt_tokens:
-            return DestinationRefused(f"expected 1 … {self._max_prompt_tokens} tokens, got {len(tokens)}", code="capacity")
+            return DestinationRefused(
+                f"expected 1 … {self._max_prompt_tokens} tokens, got {len(tokens)}", code="capacity"
+            )
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             return DestinationRefused(f"token ids must be 0 … {self._vocab_size - 1}", code="bad_token")
         if spec.dst_first_position != 0:

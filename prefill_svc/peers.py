@@ -94,7 +94,9 @@ class DecodePeers:
             peer.last_seen_s = now_s
             return [], [Send(message.reply_to, answer)]
         same = [p for p in self.peers.values() if p.address == message.reply_to and not p.gone]
-        if any(p.epoch > message.epoch or p.registration > message.registration for p in same if p.epoch >= message.epoch):
+        if any(
+            p.epoch > message.epoch or p.registration > message.registration for p in same if p.epoch >= message.epoch
+        ):
             return [], []  # a late copy of an older registration
         differences = self._differences(message)
         if differences:

@@ -17,7 +17,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Piece:
-    """One prompt's share of a forward: tokens ``start`` … ``start + length``; ``last`` if its first token is sampled."""
+    """One prompt's share of a forward: tokens ``start`` … ``start + length``; the first token is sampled if ``last``."""
 
     key: AttemptKey
     start: int

@@ -103,7 +103,7 @@ def report(timing: str, usage: dict[str, int], sent_s: float, stamps: list[float
     print(
         f"  {usage['prompt_tokens']} prompt tokens · first token {1e3 * (stamps[0] - sent_s):.0f} ms "
         f"(prefill {ms['prefill']:.0f}) · hand-over {size / 1e6:.2f} MB at {speed:.2f} GB/s, "
-        f"{ms['exposed']:.1f} ms exposed after the forward · {usage['completion_tokens']} tokens, {between:.0f} ms between"
+        f"{ms['exposed']:.1f} ms exposed · {usage['completion_tokens']} tokens, one every {between:.0f} ms"
     )
 
 

@@ -9,8 +9,3 @@ import torch  # noqa: F401
 import transformers  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
-
-import decode_svc.main
-import decode_svc.engine
-import prefill_svc.main
-import prefill_svc.engine  # noqa: F401

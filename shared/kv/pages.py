@@ -18,7 +18,7 @@ _FREE, _HELD, _QUARANTINED = 0, 1, 2
 
 
 class PageAllocator:
-    """``num_pages`` pages, padding included; prefers contiguous runs, because runs of pages are one block on the wire."""
+    """``num_pages`` pages, padding included. Prefers contiguous runs: a run of pages is one block on the wire."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -48,8 +48,10 @@ class PageAllocator:
         if count > self._free:
             return None
         free = np.flatnonzero(self._state == _FREE)
-        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else []
-        start = int(runs[0]) if len(runs) else 0
+        start = 0
+        if count:
+            in_a_row = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+            start = int(in_a_row[0]) if in_a_row.size else 0
         pages = free[start : start + count].astype(np.int32)
         self._state[pages] = _HELD
         self._free -= count
@@ -71,7 +73,9 @@ class PageAllocator:
     def _require(self, pages: Pages, states: tuple[int, ...], verb: str) -> None:
         wrong = pages[~np.isin(self._state[pages], states) | (pages == 0)] if len(pages) else pages
         if len(wrong) or len(np.unique(pages)) != len(pages):
-            raise IntegrityError(f"pages {wrong[:8].tolist()} of {pages[:8].tolist()}… cannot be {verb}: not owned, or twice")
+            raise IntegrityError(
+                f"pages {wrong[:8].tolist()} of {pages[:8].tolist()}… cannot be {verb}: not owned, or twice"
+            )
 
     def check_integrity(self, owned: Iterable[Pages], quarantined: Iterable[Pages] = ()) -> None:
         """Do these lists, together and disjoint, explain every page that is not free? Raises IntegrityError if not."""
@@ -84,8 +88,12 @@ class PageAllocator:
                 expected[pages] = mark
         if (wrong := np.flatnonzero(expected != self._state)).size:
             raise IntegrityError(
-                f"{wrong.size} pages not as their owners say (0 free, 1 held, 2 quarantined), first {wrong[:8].tolist()}: "
-                f"book {self._state[wrong[:8]].tolist()}, owners {expected[wrong[:8]].tolist()}"
+                f"{wrong.size} pages not as their owners say (0 free, 1 held, 2 quarantined), "
+                f"first {wrong[:8].tolist()}: book {self._state[wrong[:8]].tolist()}, owners {expected[wrong[:8]].tolist()}"
             )
-        if self._free != int((self._state == _FREE).sum()) or self._quarantined != int((self._state == _QUARANTINED).sum()):
-            raise IntegrityError(f"counters say {self._free} free, {self._quarantined} quarantined; the pages say otherwise")
+        if self._free != int((self._state == _FREE).sum()) or self._quarantined != int(
+            (self._state == _QUARANTINED).sum()
+        ):
+            raise IntegrityError(
+                f"counters say {self._free} free, {self._quarantined} quarantined; the pages say otherwise"
+            )

@@ -42,9 +42,7 @@ class LocalSockets:
 class Host:
     """One engine's loop-side surroundings. ``stopped`` resolves when the engine is to exit, or raises what ended it."""
 
-    def __init__(
-        self, front_link: Link, front_inbox: Channel[ToEngine], on_front: Callable[[ToEngine], None]
-    ) -> None:
+    def __init__(self, front_link: Link, front_inbox: Channel[ToEngine], on_front: Callable[[ToEngine], None]) -> None:
         self._front, self._inbox, self._on_front = front_link, front_inbox, on_front
         self._unsent: deque[msgspec.Struct] = deque()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")

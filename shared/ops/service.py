@@ -84,5 +84,4 @@ async def _front(
             await client.drained.wait()
             await process.terminate(1.0)
 
-        status = await run_service(start, drain, limit_s=config.drain_s + DRAIN_MARGIN_S)
-    return status
+        return await run_service(start, drain, limit_s=config.drain_s + DRAIN_MARGIN_S)

@@ -16,7 +16,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 @dataclass(frozen=True)
 class LoadedRuntime:
-    """What an engine needs of its model. ``fingerprint`` is S45's: two sides pair only if it is equal in every field."""
+    """What an engine needs of its model. ``fingerprint`` is S45's: two sides pair only if every field is equal."""
 
     runner: ModelRunner
     pool: KVPool

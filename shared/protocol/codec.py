@@ -29,7 +29,7 @@ class Codec(Generic[M]):
     """Decodes one direction's union; ``Codec(ToPrefill)`` accepts nothing else."""
 
     def __init__(self, union: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
 
     def decode(self, frames: Sequence[bytes]) -> M:
         """Frames → a message. Raises MessageError, and nothing else, for whatever bytes come in."""

@@ -24,7 +24,7 @@ class LocalMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 # front → engine
 
 
-class Generate(LocalMessage):
+class Generate(LocalMessage, frozen=True):
     """A validated request. ``prompt`` is packed int32 token ids; ``max_tokens`` counts the first token too."""
 
     request: RequestId
@@ -35,13 +35,13 @@ class Generate(LocalMessage):
     ignore_eos: bool
 
 
-class Cancel(LocalMessage):
+class Cancel(LocalMessage, frozen=True):
     """The client is gone, or its text met a stop string: the engine stops and sends no more for this request."""
 
     request: RequestId
 
 
-class Drain(LocalMessage):
+class Drain(LocalMessage, frozen=True):
     """Take nothing new; end what still runs after ``grace_s`` seconds with an explicit error; then say Drained."""
 
     grace_s: float
@@ -62,7 +62,7 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes_per_token: int
 
 
-class Ready(LocalMessage):
+class Ready(LocalMessage, frozen=True):
     """The engine listens: its model is loaded and its memory registered."""
 
     epoch: Epoch
@@ -70,7 +70,7 @@ class Ready(LocalMessage):
     info: ModelInfo
 
 
-class StartFailed(LocalMessage):
+class StartFailed(LocalMessage, frozen=True):
     """One clear line why the engine cannot run; the front prints it and exits with 2."""
 
     message: str
@@ -108,7 +108,7 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handover: Handover | None = None
 
 
-class Outputs(LocalMessage):
+class Outputs(LocalMessage, frozen=True):
     """All outputs of one engine step, in one message."""
 
     items: list[Output]
@@ -124,7 +124,7 @@ class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     differences: list[Difference] = []
 
 
-class Status(LocalMessage):
+class Status(LocalMessage, frozen=True):
     """The engine's heartbeat to its front, and its metrics: gauges as they are, counters as totals since the start,
     samples (for histograms) since the last Status. Names are those of ``shared/ops/metrics.py``."""
 
@@ -136,7 +136,7 @@ class Status(LocalMessage):
     samples: dict[str, list[float]]
 
 
-class Drained(LocalMessage):
+class Drained(LocalMessage, frozen=True):
     """Every request has ended and no byte is in flight; the engine exits after it."""
 
 

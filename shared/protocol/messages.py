@@ -1,4 +1,4 @@
-"""What prefill and decode engines say to each other. One tagged union a direction; the tables in ``machine.py`` say when.
+"""What prefill and decode engines say to each other: one tagged union a direction. ``machine.py`` says when.
 
 Every message names the epoch of its sender and the epoch it believes it speaks to, so that nothing meant for a dead
 incarnation is ever acted on. Lists of ints travel as little-endian int32 bytes. Times travel as remaining
@@ -110,7 +110,7 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # decode → prefill
 
 
-class Addressed(Message):
+class Addressed(Message, frozen=True):
     """``reply_to`` is the sender's control socket, so that a prefill that does not know it can say so.
 
     ``registration`` rises with each new receive session of one decode epoch; an older one is never written to again.
@@ -120,7 +120,7 @@ class Addressed(Message):
     registration: int
 
 
-class Register(Addressed):
+class Register(Addressed, frozen=True):
     """Decode offers its memory. Re-sent until Registered or Refused arrives."""
 
     session: str
@@ -129,7 +129,7 @@ class Register(Addressed):
     regions: list[Region]
 
 
-class Prefill(Addressed):
+class Prefill(Addressed, frozen=True):
     room: Room
     ticket: Ticket
     tokens: bytes
@@ -141,13 +141,13 @@ class Prefill(Addressed):
     remaining_ms: int
 
 
-class Abort(Addressed):
+class Abort(Addressed, frozen=True):
     room: Room
     ticket: Ticket
     reason: str
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """Answers Completed and Failed; after it prefill may forget the attempt."""
 
     room: Room
@@ -157,19 +157,19 @@ class Ack(Message):
 # prefill → decode
 
 
-class Registered(Message):
+class Registered(Message, frozen=True):
     registration: int
     capacity: Capacity
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The pair does not match, or (no differences) this prefill does not know the sender: register anew."""
 
     registration: int
     differences: list[Difference]
 
 
-class Completed(Message):
+class Completed(Message, frozen=True):
     """All of the attempt's bytes are known to have landed, the metadata row included."""
 
     room: Room
@@ -178,7 +178,7 @@ class Completed(Message):
     timings: Timings
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The attempt ended without a result, and nothing writes for it any more."""
 
     room: Room
@@ -188,7 +188,7 @@ class Failed(Message):
     retryable: bool
 
 
-class AbortAck(Message):
+class AbortAck(Message, frozen=True):
     """Nothing writes for this attempt any more, nor ever will."""
 
     room: Room
@@ -198,7 +198,7 @@ class AbortAck(Message):
 # both ways
 
 
-class Heartbeat(Addressed):
+class Heartbeat(Addressed, frozen=True):
     """Sent to each registered peer. ``active`` is the packed int64 tickets that the sender works on for the receiver.
 
     ``steps`` counts finished forwards, so that a long one is told from a stuck one; ``busy`` says one is running.

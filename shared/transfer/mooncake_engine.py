@@ -20,7 +20,6 @@ from itertools import count
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from shared.errors import ConfigError, EngineMissing, TransferFailed
 from shared.transfer.engine import Batch, Blocks

@@ -68,7 +68,7 @@ def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Regio
         if dst is None or dst.item_bytes != src.item_bytes:
             got = "nothing" if dst is None else f"items of {dst.item_bytes} bytes"
             raise LayoutMismatch(
-                f"{src.component} layer {src.layer}: expected items of {src.item_bytes} bytes, the destination has {got}"
+                f"{src.component} layer {src.layer}: expected items of {src.item_bytes} bytes, destination has {got}"
             )
         _check_bounds("source", src, runs.src, runs.length)
         _check_bounds("destination", dst, runs.dst, runs.length)

@@ -1,6 +1,6 @@
 """Pairs of real services. The session's are shared; a test that kills or restarts one starts its own."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -36,8 +36,3 @@ async def pair(forks: Forks, tiny: Path, tmp_path_factory: pytest.TempPathFactor
         yield await start_pair(
             stack, forks, tmp_path_factory.mktemp("pair"), tiny, *flags, "--served-model-name", "tiny"
         )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path

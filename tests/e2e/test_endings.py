@@ -49,7 +49,9 @@ def assert_ended_with_error(results: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
-async def test_sigterm_ends_what_runs_explicitly_and_exits_zero(forks: Forks, tmp_path: Path, tiny: Path, side: Side) -> None:
+async def test_sigterm_ends_what_runs_explicitly_and_exits_zero(
+    forks: Forks, tmp_path: Path, tiny: Path, side: Side
+) -> None:
     async with AsyncExitStack() as stack:
         pair = await start_pair(stack, forks, tmp_path, tiny, *FLAGS, "--drain-s", "0.5")
         tasks = await running(pair.client, 3)

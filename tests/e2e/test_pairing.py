@@ -59,7 +59,9 @@ async def test_several_prefills_and_several_decodes(forks: Forks, tmp_path: Path
 
 async def test_one_of_two_prefills_dies_and_the_other_serves(forks: Forks, tmp_path: Path, tiny: Path) -> None:
     async with AsyncExitStack() as stack:
-        pair = await start_pair(stack, forks, tmp_path, tiny, "--served-model-name", "m", "--max-model-len", "128", prefills=2)
+        pair = await start_pair(
+            stack, forks, tmp_path, tiny, "--served-model-name", "m", "--max-model-len", "128", prefills=2
+        )
         pair.prefills[0].kill()
         await pair.wait_registered(1)
         for i in range(4):

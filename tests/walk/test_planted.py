@@ -3,15 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from decode_svc import effects as d
 from decode_svc import intake as intake_module
 from decode_svc.intake import Intake
+from prefill_svc import effects as p
 from prefill_svc import handoff as handoff_module
 from prefill_svc.handoff import Handoff
 from prefill_svc.peers import Retired
 from shared.errors import HandoffError
+from shared.ids import Epoch, Room, Ticket
 from shared.protocol import messages as m
 from shared.protocol.machine import (
     LEASE,
@@ -31,7 +35,7 @@ Plant = Callable[[Patch], None]
 
 
 def _rewrite(patch: Patch, table: Table[Any, Any], state: Any, event: Any, after: Any, *todo: Do) -> None:
-    patch.setitem(table.rows[state], event, (after, todo))  # type: ignore[arg-type]
+    patch.setitem(table.rows[state], event, (after, todo))
 
 
 def early_free(patch: Patch) -> None:
@@ -48,8 +52,8 @@ def lost_ack(patch: Patch) -> None:
     """Completions are never acknowledged."""
     _rewrite(patch, LEASE, LeaseState.EXPOSED, LeaseEvent.PROVE, LeaseState.OWNED)
     _rewrite(patch, LEASE, LeaseState.OWNED, LeaseEvent.STOPPED, LeaseState.OWNED)
-    patch.setattr(Intake, "_ack", lambda self, address, message: self._heartbeat_noop(address))
-    patch.setattr(Intake, "_heartbeat_noop", lambda self, address: intake_module.Send(address, m.Ack(0, 0, 0, 0)), raising=False)
+    nothing = m.Ack(Epoch(0), Epoch(0), Room(0), Ticket(0))
+    patch.setattr(Intake, "_ack", lambda self, address, message: d.Send(address, nothing))
 
 
 def failed_write_counts_as_stopped(patch: Patch) -> None:
@@ -66,7 +70,7 @@ def abort_answered_while_writing(patch: Patch) -> None:
         effects = real(self, sender, what, **rest)
         if what is SenderEvent.ABORT and sender.state is SenderState.ABORTING:
             ack = m.AbortAck(self._epoch, sender.key.decode_epoch, sender.key.room, sender.key.ticket)
-            effects.append(handoff_module.Send(sender.peer.address, ack))
+            effects.append(p.Send(sender.peer.address, ack))
         return effects
 
     patch.setattr(Handoff, "_event", event)
@@ -81,7 +85,7 @@ def completed_before_written(patch: Patch) -> None:
         key, positions = sender.key, range(self._layout.pages_for(len(sender.tokens)))
         part = plan.coverage(0, positions, self._regions)
         early = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], m.Timings(0, 0, 0, 0))
-        self.early = [handoff_module.Send(sender.peer.address, early)]  # type: ignore[attr-defined]
+        self.early = [p.Send(sender.peer.address, early)]  # type: ignore[attr-defined]
         return effect
 
     real_computed = Handoff.computed
@@ -96,13 +100,13 @@ def completed_before_written(patch: Patch) -> None:
 
 def missing_layer(patch: Patch) -> None:
     """One layer is not sent, and the completion claims it all the same."""
-    real = handoff_module.blocks_for
+    real = plan.blocks_for
     patch.setattr(handoff_module, "blocks_for", lambda runs, src, dst: real(runs, src[:-1], dst))
 
 
 def truncated_page_list(patch: Patch) -> None:
     """The last page of longer prompts is not sent, and the completion claims it all the same."""
-    real = handoff_module.runs_of
+    real = plan.runs_of
 
     def truncated(source: Any, destination: Any) -> Any:
         keep = max(1, len(source) - 1)
@@ -113,8 +117,10 @@ def truncated_page_list(patch: Patch) -> None:
 
 def destination_not_by_position(patch: Patch) -> None:
     """Pages go to the destination list in reverse."""
-    real = handoff_module.runs_of
-    patch.setattr(handoff_module, "runs_of", lambda source, destination: real(source, np.ascontiguousarray(destination[::-1])))
+    real = plan.runs_of
+    patch.setattr(
+        handoff_module, "runs_of", lambda source, destination: real(source, np.ascontiguousarray(destination[::-1]))
+    )
 
 
 def coverage_not_checked(patch: Patch) -> None:
@@ -128,8 +134,8 @@ def coverage_not_checked(patch: Patch) -> None:
         for piece in pieces:
             key = piece.key
             empty = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [], m.Timings(0, 0, 0, 0))
-            address = next(p.address for p in self.peers.peers.values() if p.epoch == key.decode_epoch)
-            effects.insert(0, handoff_module.Send(address, empty))
+            address = next(x.address for x in self.peers.peers.values() if x.epoch == key.decode_epoch)
+            effects.insert(0, p.Send(address, empty))
         return effects
 
     patch.setattr(Handoff, "compute_failed", lies)
@@ -140,9 +146,11 @@ def old_attempt_accepted(patch: Patch) -> None:
     real = Intake._on_answer
 
     def by_room(self: Intake, message: Any, now_s: float) -> Any:
-        lease = next((x for x in self.leases.values() if x.room == message.room and x.state is LeaseState.EXPOSED), None)
+        lease = next(
+            (x for x in self.leases.values() if x.room == message.room and x.state is LeaseState.EXPOSED), None
+        )
         if lease is not None:
-            message = m.msgspec.structs.replace(message, ticket=lease.ticket, epoch=lease.peer_epoch)
+            message = msgspec.structs.replace(message, ticket=lease.ticket, epoch=lease.peer_epoch)
         return real(self, message, now_s)
 
     patch.setattr(Intake, "_on_answer", by_room)
@@ -164,7 +172,7 @@ def double_finish(patch: Patch) -> None:
 
     def twice(self: Intake, request_id: Any, now_s: float) -> Any:
         effects = real(self, request_id, now_s)
-        return effects + [e for e in effects if isinstance(e, intake_module.Ended)]
+        return effects + [e for e in effects if isinstance(e, d.Ended)]
 
     patch.setattr(Intake, "cancel", twice)
 
@@ -199,7 +207,7 @@ def old_registration_accepted(patch: Patch) -> None:
     from prefill_svc.peers import DecodePeers
 
     def find(self: DecodePeers, epoch: Any, registration: int) -> Any:
-        return next((p for p in self.peers.values() if p.epoch == epoch), None)
+        return next((x for x in self.peers.values() if x.epoch == epoch), None)
 
     patch.setattr(DecodePeers, "find", find)
 
@@ -247,8 +255,12 @@ DEFECTS: dict[Plant, str] = {
 def test_a_planted_defect_is_caught_for_what_it_is(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((Violation, HandoffError), match=DEFECTS[plant]):
-        for seed in range(25):
-            world = World(seed)
-            for _ in range(800):
-                world.step()
-            world.settle()
+        _walk(seeds=25, steps=800)
+
+
+def _walk(seeds: int, steps: int) -> None:
+    for seed in range(seeds):
+        world = World(seed)
+        for _ in range(steps):
+            world.step()
+        world.settle()

@@ -6,6 +6,7 @@ no page is given to a new owner while a write to it may still land; what commits
 until the request ends; each request ends once; and, at idle, the books of both sides balance.
 """
 
+import ctypes
 import hashlib
 import random
 from collections import Counter
@@ -30,7 +31,6 @@ from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.codec import Codec, encode
 from shared.protocol.local import Generate
-from shared.protocol.machine import RequestState
 from shared.transfer.engine import Blocks
 
 PAGE_SIZE = 4
@@ -39,7 +39,7 @@ ITEM_BYTES = 8
 VOCAB = 1000
 FINGERPRINT = {**LAYOUT.fingerprint(), "model": "walk"}
 BYTE = npt.NDArray[np.uint8]
-N = TypeVar("N", "DecodeNode", "PrefillNode", "DecodeNode | PrefillNode")
+N = TypeVar("N", "DecodeNode", "PrefillNode")
 
 
 class Violation(AssertionError):
@@ -82,9 +82,7 @@ class Job:
     reported: bool = False
 
     def blocks(self) -> list[tuple[int, int, int]]:
-        return [
-            (int(b.src[i]), int(b.dst[i]), int(b.length[i])) for b in self.batches for i in range(len(b.length))
-        ]
+        return [(int(b.src[i]), int(b.dst[i]), int(b.length[i])) for b in self.batches for i in range(len(b.length))]
 
 
 class DecodeNode:
@@ -320,8 +318,8 @@ class World:
         blocks = job.blocks()
         for src, dst, length in blocks[job.landed : job.landed + count]:
             if job.session in self.live_sessions:
-                target = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * length).from_address(dst))
-                source = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * length).from_address(src))
+                target = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(dst))
+                source = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(src))
                 target[:] = source
         job.landed = min(len(blocks), job.landed + count)
 
@@ -421,9 +419,10 @@ class World:
         return mine[0] is job
 
     def _background(self) -> None:
-        node = self._pick([n for n in [*self.decode_nodes(), *self.prefill_nodes()] if n.todo])
-        if node:
-            node.todo.pop(0)()
+        nodes = [n for n in self.nodes.values() if n is not None]
+        awake = [n.todo for n in nodes if n.todo and not n.frozen]
+        if awake:
+            self.random.choice(awake).pop(0)()
 
     def _decode(self) -> None:
         node = self._pick(self.decode_nodes())
@@ -491,7 +490,8 @@ class World:
         for node in self.decode_nodes():
             if node.intake.requests or node.intake.leases or node.todo:
                 states = [r.state for r in node.intake.requests.values()]
-                found.append(f"decode {node.address}: {states}, leases {[x.state for x in node.intake.leases.values()]}")
+                leases = [x.state for x in node.intake.leases.values()]
+                found.append(f"decode {node.address}: {states}, leases {leases}")
         for prefill in self.prefill_nodes():
             if prefill.handoff.senders or prefill.todo:
                 found.append(f"prefill {prefill.address}: {[s.state for s in prefill.handoff.senders.values()]}")
@@ -518,7 +518,3 @@ class World:
         twice = [r for r, n in self.endings.items() if n != 1]
         if twice or len(self.endings) != sum(self.endings.values()):
             raise Violation(f"requests with more than one ending: {twice[:5]}")
-
-
-def running_states(world: World) -> Counter[RequestState]:
-    return Counter(r.state for n in world.decode_nodes() for r in n.intake.requests.values())
