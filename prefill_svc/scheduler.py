@@ -17,7 +17,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Piece:
-    """One prompt's share of a forward: tokens ``start`` … ``start + length``; the first token is sampled if ``last``."""
+    """One prompt's share of a forward: tokens ``start`` … ``start + length``; ``last`` ones sample."""
 
     key: AttemptKey
     start: int

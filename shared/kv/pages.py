@@ -89,7 +89,8 @@ class PageAllocator:
         if (wrong := np.flatnonzero(expected != self._state)).size:
             raise IntegrityError(
                 f"{wrong.size} pages not as their owners say (0 free, 1 held, 2 quarantined), "
-                f"first {wrong[:8].tolist()}: book {self._state[wrong[:8]].tolist()}, owners {expected[wrong[:8]].tolist()}"
+                f"the first {(first := wrong[:8]).tolist()}: "
+                f"book {self._state[first].tolist()}, owners {expected[first].tolist()}"
             )
         if self._free != int((self._state == _FREE).sum()) or self._quarantined != int(
             (self._state == _QUARANTINED).sum()
