@@ -36,6 +36,7 @@ from shared.protocol.messages import Difference, Timings, unpack_int32
 
 MODEL = "tiny"
 CONTEXT = 64
+EOS = 263
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -53,6 +54,7 @@ def byte_level_tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    assert tokenizer.eos_token_id == EOS
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -86,7 +88,7 @@ class Clock:
 
 
 class FakeEngine:
-    """Receives what the front sends; answers each Generate with ``answer``, one token an Outputs, unless ``manual``."""
+    """Receives what the front sends; unless ``manual``, answers each Generate with ``answer`` and end-of-text."""
 
     def __init__(self, clock: Callable[[], float] | None = None, side: Any = "decode") -> None:
         self.registry = Registry(side)
@@ -95,7 +97,6 @@ class FakeEngine:
         self.arrived = asyncio.Event()
         self.manual = False
         self.answer: list[int] = []
-        self.finish: FinishReason = "stop"
         self.tokens_per_output = 1
         self.refusal: Exception | None = None
 
@@ -112,12 +113,12 @@ class FakeEngine:
             asyncio.get_running_loop().call_soon(self._answer, message)
 
     def _answer(self, message: Generate) -> None:
-        tokens = self.answer[: message.max_tokens]
+        tokens = [*self.answer, EOS][: message.max_tokens]
         size = self.tokens_per_output
-        groups = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [[]]
+        groups = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         for group in groups[:-1]:
             self.say(message, group)
-        self.say(message, groups[-1], "length" if len(tokens) < len(self.answer) else self.finish)
+        self.say(message, groups[-1], "stop" if tokens[-1] == EOS else "length")
 
     def say(self, message: Generate, tokens: list[int], finish: FinishReason | None = None, **fields: Any) -> None:
         self.front.on_message(Outputs([Output(message.request, tokens, [0.0] * len(tokens), finish, **fields)]))

@@ -11,7 +11,7 @@ from shared.errors import ConfigError
 from shared.ops.front import EngineFailure
 from shared.ops.http import serve
 from shared.protocol.local import EngineError, Generate
-from tests.front.fakes import CONTEXT, MODEL, FakeEngine, Http, decode_app, handover, registered, status
+from tests.front.fakes import CONTEXT, EOS, MODEL, FakeEngine, Http, decode_app, handover, registered, status
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -36,7 +36,7 @@ async def test_a_completion(engine: FakeEngine, http: Http) -> None:
         "object": "text_completion",
         "model": MODEL,
         "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "usage": {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8},
     }
 
 
@@ -52,7 +52,7 @@ async def test_a_chat(engine: FakeEngine, http: Http, tokenizer: Any) -> None:
         "object": "chat.completion",
         "model": MODEL,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": 5, "total_tokens": len(prompt) + 5},
+        "usage": {"prompt_tokens": len(prompt), "completion_tokens": 6, "total_tokens": len(prompt) + 6},
     }
 
 
@@ -85,8 +85,16 @@ async def test_a_chat_stream_with_usage(engine: FakeEngine, http: Http) -> None:
         {**frame, "choices": [{**rest, "delta": opening, "finish_reason": None}], "usage": None},
         {**frame, "choices": [{**rest, "delta": {"content": "hello"}, "finish_reason": None}], "usage": None},
         {**frame, "choices": [{**rest, "delta": {}, "finish_reason": "stop"}], "usage": None},
-        {**frame, "choices": [], "usage": {"prompt_tokens": 19, "completion_tokens": 5, "total_tokens": 24}},
+        {**frame, "choices": [], "usage": {"prompt_tokens": 19, "completion_tokens": 6, "total_tokens": 25}},
     ]
+
+
+async def test_token_ids_come_where_they_are_asked_for(engine: FakeEngine, http: Http) -> None:
+    for path, body in ((COMPLETION_PATH, COMPLETION), (CHAT_PATH, CHAT)):
+        _, whole = await http.post(path, body | {"return_token_ids": True})
+        assert whole["choices"][0]["token_ids"] == [*engine.answer, EOS]
+        _, whole = await http.post(path, body | {"return_token_ids": True, "stop": "ll"})
+        assert whole["choices"][0]["token_ids"] == engine.answer[:4]
 
 
 async def test_models(http: Http) -> None:
@@ -217,7 +225,7 @@ async def test_a_stop_string_cancels_the_engine(engine: FakeEngine, http: Http, 
 
 async def test_a_first_token_that_ends_the_answer(engine: FakeEngine, http: Http, tokenizer: Any) -> None:
     """A15"""
-    engine.answer = [tokenizer.eos_token_id]
+    engine.answer = []
     _, body = await http.post(COMPLETION_PATH, COMPLETION)
     assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("", "stop")
     *chunks, _ = await http.events(CHAT_PATH, CHAT)
@@ -234,7 +242,7 @@ async def test_pieces_arrive_as_they_are_made(engine: FakeEngine, http: Http, to
             for text in "abc":
                 event = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5)
                 assert f'"text":"{text}"'.encode() in event
-                engine.say(message, tokenizer.encode(chr(ord(text) + 1)), None if text < "c" else "stop")
+                engine.say(message, tokenizer.encode(chr(ord(text) + 1)), None if text < "c" else "length")
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
@@ -366,7 +374,7 @@ async def test_the_hand_over_is_shown(engine: FakeEngine, http: Http, tokenizer:
         posting = asyncio.create_task(http.session.post(COMPLETION_PATH, json=COMPLETION | {"stream": True}))
         message = await engine.generate()
         engine.say(message, tokenizer.encode("a"), handover=handover(sent))
-        engine.say(message, tokenizer.encode("bc"), "stop")
+        engine.say(message, tokenizer.encode("bc"), "length")
         async with await posting as response:
             timing = response.headers["Server-Timing"]
             await response.read()

@@ -112,6 +112,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stream", "yes", "invalid_type"),
     ("stream_options", {"include_usage": True}, "invalid_value"),
     ("user", 5, "invalid_type"),
+    ("return_token_ids", 1, "invalid_type"),
 ]
 
 
@@ -222,6 +223,11 @@ async def test_options_that_would_change_the_answer(
     engine: FakeEngine, http: Http, path: str, name: str, value: Any
 ) -> None:
     await refusal(engine, http, path, PATHS[path] | {name: value}, 400, "unsupported_option", name)
+
+
+async def test_token_ids_of_a_stream_are_refused(engine: FakeEngine, http: Http) -> None:
+    body = COMPLETION | {"stream": True, "return_token_ids": True}
+    await refusal(engine, http, "/v1/completions", body, 400, "invalid_value", "return_token_ids")
 
 
 async def test_unknown_fields_are_ignored(http: Http) -> None:
@@ -399,5 +405,5 @@ async def test_a_burst_of_bad_requests_leaves_a_stream_alone(engine: FakeEngine,
     message = await engine.generate()
     for body in ({"top_logprobs": 10**6}, {"prompt": ""}, {"prompt": [10**9]}):
         assert (await http.post("/v1/completions", COMPLETION | body))[0] == 400
-    engine.say(message, engine.answer, "stop")
+    engine.say(message, engine.answer, "length")
     assert [event["choices"][0]["text"] for event in (await streaming)[:-1]] == ["hello", ""]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.kv.placement import capacity_pages, destinations, owned, owner, physical_slot, send_range
+from shared.kv.placement import Pages, capacity_pages, destinations, owned, owner, physical_slot, send_range
 
 
-def ids(*values: int) -> np.ndarray:  # type: ignore[type-arg]
+def ids(*values: int) -> Pages:
     return np.array(values, np.int32)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 from contextlib import suppress
 
@@ -125,22 +126,28 @@ async def last_words(address: str) -> None:
     """What a process says that ends right after ``close``."""
     channel = await open_channel("tcp://127.0.0.1:0", Codec[ToPrefill](ToPrefill), ignore, name="test")
     link = await channel.connect(address)
-    for i in range(20):
-        link.send(big(i, 200_000))
+    await until(lambda: link.connected)
+    for i in range(60):
+        link.send(big(i, 400_000))
+    print("closing", flush=True)
     await channel.close()
     os._exit(0)
 
 
 async def test_what_close_has_sent_survives_the_end_of_the_process(tcp: ZmqNet) -> None:
-    got: list[ToPrefill] = []
-    b = await tcp.open(got.append)
-    program = (
-        f"import asyncio; from tests.signal import test_zmq_channel as t; asyncio.run(t.last_words({b.address!r}))"
-    )
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    slow = tcp.stranger(zmq.PULL)
+    slow.setsockopt(zmq.RCVHWM, 1)
+    address = f"tcp://127.0.0.1:{slow.bind_to_random_port('tcp://127.0.0.1')}"
+    program = f"import asyncio; from tests.signal import test_zmq_channel as t; asyncio.run(t.last_words({address!r}))"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    await child.stdout.readline()
+    await asyncio.sleep(0.05)  # more than it needs to end if it does not wait; less than LINGER_S
+    codec = Codec[ToPrefill](ToPrefill)
+    for i in range(60):
+        await until(lambda: slow.poll(0))
+        assert codec.decode(slow.recv_multipart()) == big(i, 400_000)
     assert await child.wait() == 0
-    await until(lambda: len(got) == 20)
-    assert got == [big(i, 200_000) for i in range(20)]
 
 
 async def test_close_leaves_no_socket_no_task_and_no_file(tcp: ZmqNet) -> None:

@@ -6,6 +6,7 @@ import pytest
 from shared.errors import DestinationRefused, LayoutMismatch, PageCountMismatch
 from shared.protocol.messages import Coverage, Region, pack_int32
 from shared.transfer.plan import (
+    Pages,
     blocks_for,
     check_coverage,
     check_page_count,
@@ -16,7 +17,7 @@ from shared.transfer.plan import (
 )
 
 
-def ids(*values: int) -> np.ndarray:  # type: ignore[type-arg]
+def ids(*values: int) -> Pages:
     return np.array(values, np.int32)
 
 
