@@ -6,12 +6,12 @@ record here (``Lease``), never a task, owns landing pages and slot, so that no c
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from decode_svc.effects import Effect, Ended, Outcome, Prebuild, Send
 from decode_svc.peers import Peer, PeerBook
+from decode_svc.records import Counts, Lease, Request
 from shared.errors import HandoffError, IntegrityError, Unavailable
 from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
 from shared.kv.layout import Layout
@@ -26,58 +26,6 @@ ABORT_REPEAT_S = 1.0
 MAX_ATTEMPTS = 2
 MISSED_BEATS = 2
 """An attempt that its peer does not list in so many heartbeats running is lost: its Prefill never arrived."""
-
-
-@dataclass
-class Lease:
-    """One attempt's landing pages and slot, and who may write to them."""
-
-    room: Room
-    ticket: Ticket
-    peer: PeerAddress
-    peer_epoch: Epoch
-    registration: int
-    pages: Pages
-    slot: int | None
-    sent_s: float
-    state: LeaseState = LeaseState.HELD
-    reason: str = ""
-    next_abort_s: float = 0.0
-    missed_beats: int = 0
-    load_tokens: int = 0
-    """What it still adds to its peer's outstanding tokens."""
-
-
-@dataclass
-class Request:
-    """One client request. ``lease`` is its current attempt's; ``own_pages`` hold what decode itself will compute."""
-
-    spec: Generate
-    room: Room
-    prompt_tokens: int
-    deadline_s: float
-    state: RequestState = RequestState.WAITING
-    lease: Lease | None = None
-    own_pages: Pages | None = None
-    attempts: int = 0
-    avoid: PeerAddress | None = None
-    handover: Handover | None = None
-
-    @property
-    def id(self) -> RequestId:
-        return self.spec.request
-
-
-@dataclass
-class Counts:
-    """Totals since the start, for the metrics; ``ended`` by outcome."""
-
-    ended: dict[Outcome, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "cancelled": 0})
-    started: int = 0
-    retries: int = 0
-    aborts: int = 0
-    fences: int = 0
-    bad_completions: int = 0
 
 
 class Intake:

@@ -129,21 +129,26 @@ class ZmqLink:
         cls, context: "zmq.Context[Any]", address: str, counters: ChannelCounters, on_disconnect: OnDisconnect
     ) -> "ZmqLink":
         link = cls(address, counters, on_disconnect)
-        link._socket = socket = _socket(context, zmq.PUSH, address)
-        watch = _socket(context, zmq.PAIR, "")
-        events = f"inproc://monitor-{id(link)}"
-        # In this order: aiozmq misses messages of an inproc socket that connects after the other side has bound.
-        watch.connect(events)
-        link._monitor = await _Endpoint.open(f"monitor of {address}", watch, link._on_event)
-        socket.monitor(events, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        made: list[zmq.Socket[bytes]] = []
         try:
-            socket.connect(address)
+            made += [_socket(context, zmq.PUSH, address)]
+            made += [_socket(context, zmq.PAIR, "")]
+            link._socket, watch = made
+            events = f"inproc://monitor-{id(link)}"
+            watch.connect(events)  # first: no event ever comes where an inproc socket connects after the bind
+            link._socket.monitor(events, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            link._socket.connect(address)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
-            await link._monitor.close(0.0)
+            for socket in made:
+                socket.close(linger=0)
             raise ConfigError(f"cannot connect to control address {address!r}: {_reason(error)}") from error
-        link._endpoint = await _Endpoint.open(f"link to {address}", socket, lambda frames: None)
+        link._monitor = await _Endpoint.open(f"monitor of {address}", watch, link._on_event)
+        link._endpoint = await _Endpoint.open(f"link to {address}", link._socket, lambda frames: None)
         return link
+
+    @property
+    def closed(self) -> bool:
+        return self._endpoint.ended.done()
 
     def send(self, message: msgspec.Struct) -> None:
         if self._endpoint.closed:
@@ -158,10 +163,6 @@ class ZmqLink:
             raise PeerBusy(f"peer {self.address} {state}: {waiting_bytes} bytes wait for it")
         self._endpoint.transport.write(frames)
         self._counters.sent += 1
-
-    @property
-    def closed(self) -> bool:
-        return self._endpoint.ended.done()
 
     async def close(self) -> None:
         if not self._endpoint.closed:
@@ -227,8 +228,8 @@ async def open_channel(bind: str, codec: Codec[M], handler: Handler[M], *, name:
     """
     check_address(bind)
     context: zmq.Context[Any] = zmq.Context()
-    socket = _socket(context, zmq.PULL, bind)
     try:
+        socket = _socket(context, zmq.PULL, bind)
         socket.bind(bind)
     except zmq.ZMQError as error:
         context.destroy(linger=0)

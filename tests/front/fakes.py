@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from decode_svc.app import build_app
@@ -44,8 +44,9 @@ TEMPLATE = (
 )
 
 
-def byte_level_tokenizer() -> Any:
-    """One token a byte, some longer ones, ``<eos>`` special and ``<tool>`` added but not special; no BOS."""
+def byte_level_tokenizer(*, bos: bool = False) -> Any:
+    """One token a byte, some longer ones, ``<eos>`` special and ``<tool>`` added but not special. With ``bos`` it puts
+    ``<eos>`` before each text that is to have special tokens."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ċ", "Ċ"), ("ð", "Ł"), ("Ã", "©")]
     pieces += [left + right for left, right in merges]
@@ -55,6 +56,9 @@ def byte_level_tokenizer() -> Any:
     backend.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     assert tokenizer.eos_token_id == EOS
+    if bos:
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -11,7 +11,19 @@ from shared.errors import ConfigError
 from shared.ops.front import EngineFailure
 from shared.ops.http import serve
 from shared.protocol.local import EngineError, Generate
-from tests.front.fakes import CONTEXT, EOS, MODEL, FakeEngine, Http, decode_app, handover, registered, status
+from tests.front.fakes import (
+    CONTEXT,
+    EOS,
+    MODEL,
+    FakeEngine,
+    Http,
+    byte_level_tokenizer,
+    decode_app,
+    handover,
+    registered,
+    served,
+    status,
+)
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -156,6 +168,15 @@ async def test_text_parts_and_whitespace(engine: FakeEngine, http: Http, tokeniz
     assert (await http.post(COMPLETION_PATH, {"prompt": "\n"}))[0] == 200
 
 
+async def test_special_tokens_are_added_to_plain_prompts_only(engine: FakeEngine) -> None:
+    """A chat template writes its own."""
+    async with served(decode_app(engine, byte_level_tokenizer(bos=True))) as http:
+        await http.post(COMPLETION_PATH, {"prompt": "hi"})
+        assert engine.prompt() == [EOS, *byte_level_tokenizer().encode("hi")]
+        await http.post(CHAT_PATH, CHAT)
+        assert engine.prompt() == byte_level_tokenizer().encode("<user>hi<assistant>")
+
+
 async def test_request_ids_are_echoed_and_never_used(engine: FakeEngine, http: Http) -> None:
     for theirs in ("mine", "mine"):
         async with http.session.post(COMPLETION_PATH, json=COMPLETION, headers={"X-Request-Id": theirs}) as response:
@@ -165,6 +186,8 @@ async def test_request_ids_are_echoed_and_never_used(engine: FakeEngine, http: H
     assert len({message.request for message in engine.generates}) == 2
     async with http.session.post(COMPLETION_PATH, json=COMPLETION, headers={"X-Request-Id": "x" * 300}) as response:
         assert response.headers["X-Request-Id"] == engine.generates[-1].request
+    async with http.session.get("/health", headers={"X-Request-Id": "žluť"}) as response:
+        assert response.headers["X-Request-Id"].isascii()
     async with http.session.get("/nowhere") as response:
         assert re.fullmatch(r"[0-9a-f]{32}", response.headers["X-Request-Id"])
 

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -12,7 +13,18 @@ from decode_svc.openai import UNSUPPORTED
 from shared.config import DecodeConfig
 from shared.ops.http import MAX_BODY_BYTES
 from shared.protocol.local import PeerStatus
-from tests.front.fakes import CONTEXT, MODEL, FakeEngine, Http, decode_app, refused, registered, served, status
+from tests.front.fakes import (
+    CONTEXT,
+    MODEL,
+    FakeEngine,
+    Http,
+    byte_level_tokenizer,
+    decode_app,
+    refused,
+    registered,
+    served,
+    status,
+)
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -157,6 +169,11 @@ PROMPTS: list[tuple[Any, str]] = [
 async def test_prompts(engine: FakeEngine, http: Http, prompt: Any, code: str) -> None:
     param = "prompt[1]" if prompt == [1, 2.5] else "prompt"
     await refusal(engine, http, "/v1/completions", COMPLETION | {"prompt": prompt}, 400, code, param)
+
+
+async def test_an_empty_prompt_where_the_tokenizer_adds_a_token(engine: FakeEngine) -> None:
+    async with served(decode_app(engine, byte_level_tokenizer(bos=True))) as http:
+        await refusal(engine, http, "/v1/completions", COMPLETION | {"prompt": ""}, 400, "invalid_value", "prompt")
 
 
 async def test_missing_prompt_and_messages(engine: FakeEngine, http: Http) -> None:
@@ -378,10 +395,11 @@ async def test_routes_methods_and_sizes(engine: FakeEngine, http: Http) -> None:
     assert engine.metric('handoff_http_requests_total{route="/v1/completions",status="4xx"}') == 2
 
 
-async def test_broken_encodings(engine: FakeEngine, http: Http) -> None:
+async def test_broken_encodings(engine: FakeEngine, http: Http, caplog: pytest.LogCaptureFixture) -> None:
     headers = {"Content-Encoding": "gzip"}
     await refusal(engine, http, "/v1/completions", b"no gzip", 400, "invalid_body", headers=headers)
     engine.received.clear()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     packed = gzip.compress(json.dumps(COMPLETION).encode())
     assert (await http.post("/v1/completions", packed, headers=headers))[0] == 200
 

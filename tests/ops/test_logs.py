@@ -67,7 +67,7 @@ def test_a_traceback_stays_in_its_line(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_levels(level: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup("svc", level)
-    for name in ("shared.x", "prefill_svc.x", "decode_svc.x", "urllib3", "torch"):
+    for name in ("shared.x", "prefill_svc.x", "decode_svc.x", "urllib3", "other"):
         log = logging.getLogger(name)
         for write, letter in ((log.debug, "D"), (log.info, "I"), (log.warning, "W"), (log.error, "E")):
             write(letter)

@@ -43,8 +43,8 @@ def test_draws_do_not_depend_on_the_batch() -> None:
 
 def test_randomness_is_pinned() -> None:
     """Both sides of a hand-over must agree on these, whatever they run on."""
-    assert uniform(0, 0, 0) == 0.08753560201131583
-    assert uniform(2**63, 3, 4095) == 0.9121386408206377
+    assert uniform(0, 0, 0) == 0.011546754286331562
+    assert uniform(2**63, 3, 4095) == 0.37116400026180774
     assert uniform(-1, 0, 1) == uniform(2**64 - 1, 0, 1)
     assert (
         len({uniform(seed, choice, position) for seed in range(4) for choice in range(4) for position in range(9)})
@@ -62,7 +62,8 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 def test_logprob_ignores_temperature_and_filters() -> None:
     drawn = sample(torch.from_numpy(LOGITS)[None], [how(temperature=0.2, top_k=1)], [5], [0])[0]
-    assert (drawn.token, drawn.logprob) == (1, pytest.approx(math.log(0.5)))
+    assert drawn.token == 1
+    assert drawn.logprob == pytest.approx(math.log(0.5))
 
 
 @pytest.mark.parametrize(

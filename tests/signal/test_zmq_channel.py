@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import resource
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 import zmq
@@ -226,6 +228,34 @@ async def test_every_connection_is_noticed(tcp: ZmqNet) -> None:
     await b.close()
     await until(lambda: len(lost) == 20)
     assert not any(link.connected for link in links)
+
+
+@contextmanager
+def room_for_files(count: int) -> Iterator[None]:
+    """This process can open so many more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    files: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                files.append(os.open("/", os.O_RDONLY))
+        for _ in range(count):
+            os.close(files.pop())
+        yield
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])  # a link takes three
+async def test_too_many_links_are_an_error_and_no_crash(tcp: ZmqNet, count: int) -> None:
+    a = await tcp.open(ignore)
+    nobody = tcp.free_address()
+    with room_for_files(count), pytest.raises(ConfigError, match="Too many open files"):
+        await a.connect(nobody)
+    await a.connect(nobody)
 
 
 async def test_ipv6(tcp: ZmqNet) -> None:

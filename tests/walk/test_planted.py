@@ -28,7 +28,8 @@ from shared.protocol.machine import (
     Table,
 )
 from shared.transfer import plan
-from tests.walk.world import DecodeNode, Violation, World
+from tests.walk.nodes import DecodeNode, Violation
+from tests.walk.world import World
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]

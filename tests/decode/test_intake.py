@@ -1,0 +1,304 @@
+"""Decode's decisions, one event at a time."""
+
+import numpy as np
+import pytest
+
+from decode_svc.effects import Ended, Fence, OpenSession, Prebuild, Send
+from decode_svc.intake import Intake
+from decode_svc.peers import LOST_S, PeerBook, PeerState
+from shared.errors import Unavailable
+from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
+from shared.kv.layout import Buffer, Layout
+from shared.kv.pages import PageAllocator
+from shared.kv.slots import SlotPool
+from shared.protocol import messages as m
+from shared.protocol.local import Generate
+from shared.protocol.machine import LeaseState, RequestState
+
+LAYOUT = Layout(4, (Buffer("kv", 0, (2,), "uint8"), Buffer("kv", 1, (2,), "uint8")))
+ME, P0, P1 = Epoch(5), Epoch(70), Epoch(71)
+A0, A1 = PeerAddress("tcp://p:0"), PeerAddress("tcp://p:1")
+TIMINGS = m.Timings(0, 0, 0, 0)
+
+
+class Rig:
+    """One decode engine's decisions; two prefills, registered unless told otherwise."""
+
+    def __init__(self, *epochs: Epoch, num_pages: int = 16, slots: int = 3) -> None:
+        self.now_s = 100.0
+        self.pages, self.slots = PageAllocator(num_pages), SlotPool(slots)
+        self.peers = PeerBook([A0, A1], epoch=ME, reply_to=PeerAddress("tcp://d:0"), fingerprint={}, regions=[])
+        self.intake = Intake(
+            epoch=ME,
+            reply_to=PeerAddress("tcp://d:0"),
+            layout=LAYOUT,
+            pages=self.pages,
+            slots=self.slots,
+            peers=self.peers,
+        )
+        self.peers.start()
+        for registration, epoch in enumerate(epochs, 1):
+            self.take(m.Registered(epoch, ME, registration, m.Capacity(30)))
+
+    def take(self, message: m.ToDecode) -> list[object]:
+        effects = list(self.intake.on_message(message, self.now_s))
+        self.intake.check_integrity()
+        return effects
+
+    def submit(self, name: str, prompt: int = 6, max_tokens: int = 3, timeout_s: float = 60.0) -> list[object]:
+        spec = Generate(RequestId(name), m.pack_int32(np.ones(prompt)), max_tokens, m.Sampling(seed=1), [], False)
+        effects = list(self.intake.submit(spec, timeout_s, self.now_s))
+        self.intake.check_integrity()
+        return effects
+
+    def cancel(self, name: str) -> list[object]:
+        effects = list(self.intake.cancel(RequestId(name), self.now_s))
+        self.intake.check_integrity()
+        return effects
+
+    def completed(self, ticket: int, epoch: Epoch = P0, pages: int = 2, **changed: object) -> m.Completed:
+        part = m.Coverage(0, m.pack_int32(np.arange(pages)), {"kv": pages * 16})
+        fields: dict[str, object] = {"epoch": epoch, "to_epoch": ME, "room": Room(1), "ticket": Ticket(ticket)}
+        return m.Completed(**(fields | {"parts": [part], "timings": TIMINGS} | changed))  # type: ignore[arg-type]
+
+    def state(self, name: str) -> RequestState:
+        return self.intake.requests[RequestId(name)].state
+
+
+def messages(effects: list[object], kind: type) -> list[object]:
+    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def endings(effects: list[object]) -> list[tuple[str, str]]:
+    """(outcome, error code) each."""
+    found = []
+    for e in effects:
+        if isinstance(e, Ended):
+            code = e.output.error.code if e.output is not None and e.output.error is not None else ""
+            found.append((e.outcome, code))
+    return found
+
+
+def test_one_request_from_submit_to_finish() -> None:
+    rig = Rig(P0)
+    (prefill,) = messages(rig.submit("r"), m.Prefill)
+    assert isinstance(prefill, m.Prefill)
+    assert m.unpack_int32(prefill.dst_pages).tolist() == [1, 2]  # the prompt's; decode's own pages stay its own
+    assert rig.pages.free_pages == 13 - 0
+    effects = rig.take(rig.completed(1))
+    assert len(messages(effects, m.Ack)) == 1
+    assert Prebuild(RequestId("r")) in effects
+    assert rig.slots.free_slots == 2
+    rig.intake.prebuilt(RequestId("r"))
+    assert rig.slots.free_slots == 3
+    assert rig.state("r") is RequestState.RUNNING
+    assert rig.intake.pages_of(RequestId("r")).tolist() == [1, 2]
+    assert endings(list(rig.intake.finish(RequestId("r"), [5], [0.0], "stop", rig.now_s))) == [("finished", "")]
+    rig.intake.check_integrity()
+    assert (rig.pages.free_pages, rig.intake.leases, rig.intake.requests) == (15, {}, {})
+
+
+def test_s42_the_slot_is_the_requests_until_its_prebuilt_step() -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    taken = [rig.slots.free_slots]
+    rig.take(rig.completed(1))
+    taken.append(rig.slots.free_slots)
+    rig.intake.prebuilt(RequestId("r"))
+    taken.append(rig.slots.free_slots)
+    assert taken == [2, 2, 3]
+
+
+def test_s41_no_slot_or_no_page_means_wait_in_order() -> None:
+    rig = Rig(P0, slots=1)
+    assert messages(rig.submit("a"), m.Prefill)
+    assert rig.submit("b") == []
+    rig.take(rig.completed(1))
+    rig.intake.prebuilt(RequestId("a"))
+    assert len(messages(list(rig.intake.tick(rig.now_s)), m.Prefill)) == 1
+    small = Rig(P0, num_pages=6)
+    small.submit("a", prompt=16, max_tokens=1)
+    assert small.submit("b", prompt=8) == []
+    assert small.submit("c", prompt=1, max_tokens=1) == []  # behind b, although it would fit
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"parts": []},
+        {"parts": [m.Coverage(0, m.pack_int32([0]), {"kv": 16})]},
+        {"parts": [m.Coverage(0, m.pack_int32([0, 1, 2]), {"kv": 48})]},
+        {"parts": [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 16})]},
+        {"parts": [m.Coverage(0, m.pack_int32([0, 1]), {})]},
+        {"parts": [m.Coverage(1, m.pack_int32([0, 1]), {"kv": 32})]},
+    ],
+)
+def test_s67_a_completion_that_does_not_prove_everything_commits_nothing(changed: dict[str, object]) -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    effects = rig.take(rig.completed(1, **changed))
+    assert not [e for e in effects if isinstance(e, Prebuild)]
+    assert len(messages(effects, m.Abort)) == 1
+    assert rig.intake.leases[Ticket(1)].state is LeaseState.QUARANTINED
+    assert rig.intake.counts.bad_completions == 1
+
+
+@pytest.mark.parametrize(
+    "changed", [{"epoch": Epoch(69)}, {"to_epoch": Epoch(4)}, {"room": Room(2)}, {"ticket": Ticket(2)}]
+)
+def test_s67_a_completion_of_another_epoch_room_or_attempt_commits_nothing(changed: dict[str, object]) -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    rig.take(rig.completed(1, **changed))
+    assert rig.state("r") is RequestState.REQUESTED
+    assert rig.intake.leases[Ticket(1)].state is LeaseState.EXPOSED
+
+
+def test_s29_s30_one_abort_per_attempt_repeated_until_answered() -> None:
+    """Cancelled, then past its deadline: one abort, and the same again until something answers."""
+    rig = Rig(P0)
+    rig.submit("r", timeout_s=5)
+    effects = rig.cancel("r")
+    (abort,) = messages(effects, m.Abort)
+    assert isinstance(abort, m.Abort)
+    assert (abort.room, abort.ticket, abort.to_epoch, abort.reason) == (1, 1, P0, "cancelled")
+    assert endings(effects) == [("cancelled", "")]
+    assert rig.cancel("r") == []
+    count = 0
+    for _ in range(20):
+        rig.now_s += 0.25
+        rig.take(m.Heartbeat(P0, ME, A0, 1, 0, False, b""))
+        count += len(messages(list(rig.intake.tick(rig.now_s)), m.Abort))
+    assert count == 5
+    assert rig.intake.counts.aborts == 1
+    rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1)))
+    rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1)))
+    assert not rig.intake.leases
+
+
+@pytest.mark.parametrize("answer", ["AbortAck", "Failed", "Completed"])
+def test_s66_quarantine_ends_by_the_writers_word_for_that_attempt(answer: str) -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    rig.cancel("r")
+    assert (rig.pages.quarantined_pages, rig.pages.free_pages, rig.slots.free_slots) == (2, 13, 2)
+    proofs: dict[str, m.ToDecode] = {
+        "AbortAck": m.AbortAck(P0, ME, Room(1), Ticket(1)),
+        "Failed": m.Failed(P0, ME, Room(1), Ticket(1), "x", "x", True),
+        "Completed": rig.completed(1),
+    }
+    rig.take(proofs[answer])
+    assert (rig.pages.quarantined_pages, rig.pages.free_pages, rig.slots.free_slots) == (0, 15, 3)
+
+
+def test_s66_time_alone_frees_nothing_and_a_fence_does() -> None:
+    rig = Rig(P0)
+    rig.submit("r", timeout_s=1)
+    fences: list[object] = []
+    for _ in range(4 * 600):
+        rig.now_s += 0.25
+        fences += [e for e in rig.intake.tick(rig.now_s) if isinstance(e, Fence)]
+        assert rig.pages.quarantined_pages == (2 if rig.now_s >= 101 else 0)
+    assert fences == [Fence(A0, 1)]
+    effects = list(rig.intake.fenced(A0, 1, rig.now_s))
+    assert OpenSession(A0, 3) in effects
+    assert (rig.pages.quarantined_pages, rig.pages.free_pages) == (0, 15)
+    assert rig.peers.peers[A0].state is PeerState.CONNECTING
+
+
+def test_s66_a_retry_takes_a_fresh_lease_and_slot_on_another_peer() -> None:
+    rig = Rig(P0, P1)
+    rig.submit("r")
+    effects = rig.take(m.Failed(P0, ME, Room(1), Ticket(1), "x", "transfer_failed", True))
+    (again,) = messages(effects, m.Prefill)
+    assert isinstance(again, m.Prefill)
+    assert (again.room, again.ticket, again.to_epoch) == (1, 2, P1)
+    effects = rig.take(m.Failed(P1, ME, Room(1), Ticket(2), "x", "transfer_failed", True))
+    assert endings(effects) == [("failed", "transfer_failed")]
+    assert rig.pages.free_pages == 15
+
+
+def test_a_failure_that_a_retry_cannot_mend_is_not_retried() -> None:
+    rig = Rig(P0, P1)
+    rig.submit("r")
+    effects = rig.take(m.Failed(P0, ME, Room(1), Ticket(1), "x", "capacity", False))
+    assert endings(effects) == [("failed", "capacity")]
+
+
+def test_a_lost_peers_requests_end_at_once_and_its_pages_wait_for_the_fence() -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    ended: list[tuple[str, str]] = []
+    start_s = rig.now_s
+    while not ended:
+        rig.now_s += 0.25
+        ended = endings(list(rig.intake.tick(rig.now_s)))
+    assert ended == [("failed", "prefill_lost")]
+    assert LOST_S <= rig.now_s - start_s <= LOST_S + 0.5
+    assert rig.pages.quarantined_pages == 2
+
+
+def test_after_its_connection_ended_a_silent_peer_is_lost_sooner() -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    rig.peers.on_disconnect(A0, rig.now_s)
+    start_s = rig.now_s
+    while rig.peers.peers[A0].state is PeerState.REGISTERED:
+        rig.now_s += 0.25
+        rig.intake.tick(rig.now_s)
+    assert rig.now_s - start_s <= 1.5
+
+
+def test_a_loop_that_was_itself_stopped_listens_again_before_it_judges() -> None:
+    rig = Rig(P0)
+    rig.intake.tick(100.0)
+    rig.intake.tick(160.0)
+    assert rig.peers.peers[A0].state is PeerState.REGISTERED
+
+
+def test_an_attempt_that_its_peer_does_not_list_is_lost() -> None:
+    """Its Prefill never arrived: noticed by heartbeats, long before any time limit."""
+    rig = Rig(P0, P1)
+    rig.submit("r")
+    busy = m.Heartbeat(P0, ME, A0, 1, 0, True, m.pack_int64([1]))
+    idle = m.Heartbeat(P0, ME, A0, 1, 0, False, b"")
+    for beat in (idle, busy, idle):
+        assert rig.take(beat) == []
+    effects = rig.take(idle)
+    assert len(messages(effects, m.Abort)) == 1
+    assert len(messages(effects, m.Prefill)) == 1
+
+
+def test_a_prefill_that_does_not_know_us_is_lost_and_registered_anew() -> None:
+    rig = Rig(P0)
+    effects = rig.take(m.Refused(Epoch(99), ME, 1, []))
+    assert Fence(A0, 1) in effects
+    assert rig.take(m.Refused(Epoch(99), ME, 1, [])) == []
+
+
+def test_requests_wait_for_a_peer_that_was_heard_from_and_end_where_there_is_none() -> None:
+    rig = Rig(P0)
+    rig.take(m.Refused(Epoch(99), ME, 1, []))  # restarted: about to register again
+    assert rig.submit("r") == []
+    rig.intake.fenced(A0, 1, rig.now_s)
+    effects = rig.take(m.Registered(Epoch(99), ME, 3, m.Capacity(30)))
+    assert len(messages(effects, m.Prefill)) == 1
+    assert endings(Rig().submit("r")) == [("failed", "no_prefill")]
+
+
+def test_the_least_loaded_peer_that_can_take_the_prompt_is_asked() -> None:
+    rig = Rig(P0, P1, num_pages=60, slots=9)
+    asked = [x.to_epoch for name in "abcd" for x in messages(rig.submit(name), m.Prefill)]  # type: ignore[attr-defined]
+    assert sorted(asked) == [P0, P0, P1, P1]
+    for name in "abcd":
+        rig.cancel(name)
+    assert [p.outstanding_tokens for p in rig.peers.peers.values()] == [0, 0]
+
+
+def test_a_refused_request_has_its_one_ending_too() -> None:
+    rig = Rig(P0)
+    spec = Generate(RequestId("r"), m.pack_int32([1]), 1, m.Sampling(seed=1), [], False)
+    assert endings(list(rig.intake.refuse(spec, Unavailable("stopping", code="shutting_down")))) == [
+        ("failed", "shutting_down")
+    ]
+    rig.intake.check_integrity()

@@ -1,0 +1,336 @@
+"""Prefill's decisions, one event at a time."""
+
+import numpy as np
+import pytest
+
+from prefill_svc.effects import CloseSender, Drain, OpenSender, Send, SenderId, Write
+from prefill_svc.handoff import Handoff
+from prefill_svc.peers import LOST_S, RETIRED_KEPT, DecodePeers, Retired
+from prefill_svc.scheduler import Piece, Waiting, pack
+from shared.ids import AttemptKey, Epoch, PeerAddress, Room, Ticket
+from shared.kv.layout import Buffer, Layout
+from shared.kv.pages import PageAllocator
+from shared.kv.slots import SlotPool
+from shared.protocol import messages as m
+from shared.protocol.machine import SenderState
+
+LAYOUT = Layout(4, (Buffer("kv", 0, (2,), "uint8"), Buffer("kv", 1, (2,), "uint8")))
+ME, DECODE = Epoch(70), Epoch(50)
+REPLY = PeerAddress("tcp://127.0.0.1:1")
+FINGERPRINT = {**LAYOUT.fingerprint(), "model": "m"}
+SAMPLING = m.Sampling(seed=1)
+
+
+def regions(base: int, items: int) -> list[m.Region]:
+    kv = [m.Region("kv", layer, base + layer * 10_000, 8, items) for layer in (0, 1)]
+    return [*kv, m.Region("meta", 0, base + 50_000, 64, 4)]
+
+
+def register(epoch: Epoch = DECODE, registration: int = 1, **changed: str) -> m.Register:
+    return m.Register(epoch, Epoch(0), REPLY, registration, "host:1", FINGERPRINT | changed, regions(1_000_000, 50))
+
+
+class Rig:
+    """One prefill engine's decisions, with one decode registered."""
+
+    def __init__(self, num_pages: int = 12) -> None:
+        self.now_s = 100.0
+        self.pages = PageAllocator(num_pages)
+        peers = DecodePeers(
+            epoch=ME, reply_to=PeerAddress("x"), layout=LAYOUT, fingerprint=FINGERPRINT, capacity=m.Capacity(40)
+        )
+        self.handoff = Handoff(
+            epoch=ME,
+            layout=LAYOUT,
+            regions=regions(9_000_000, num_pages)[:-1],
+            pages=self.pages,
+            slots=SlotPool(4),
+            peers=peers,
+            max_prompt_tokens=40,
+            vocab_size=100,
+        )
+        self.registered = self.take(register())
+
+    def take(self, message: m.ToPrefill) -> list[object]:
+        effects = list(self.handoff.on_message(message, self.now_s))
+        self.handoff.check_integrity()
+        return effects
+
+    def prefill(self, ticket: int, tokens: int = 6, **changed: object) -> list[object]:
+        pages = -(-tokens // 4)
+        fields: dict[str, object] = {
+            "epoch": DECODE,
+            "to_epoch": ME,
+            "reply_to": REPLY,
+            "registration": 1,
+            "room": Room(9),
+            "ticket": Ticket(ticket),
+            "tokens": m.pack_int32(np.arange(tokens) % 100),
+            "dst_first_position": 0,
+            "dst_pages": m.pack_int32(np.arange(20, 20 + pages)),
+            "slot": 2,
+            "sampling": SAMPLING,
+            "remaining_ms": 10_000,
+        }
+        return self.take(m.Prefill(**(fields | changed)))  # type: ignore[arg-type]
+
+    def abort(self, ticket: int) -> list[object]:
+        return self.take(m.Abort(DECODE, ME, REPLY, 1, Room(9), Ticket(ticket), "client left"))
+
+    def key(self, ticket: int) -> AttemptKey:
+        return AttemptKey(DECODE, Room(9), Ticket(ticket))
+
+    def state(self, ticket: int) -> SenderState:
+        return self.handoff.senders[self.key(ticket)].state
+
+    def forward(self, budget: int = 100) -> list[Piece]:
+        pieces, _ = self.handoff.next_forward(budget, 8, self.now_s)
+        return pieces
+
+    def computed(self) -> list[object]:
+        samples = [(7, -0.5) if p.last else None for p in self.handoff._forward]
+        effects = list(self.handoff.computed(samples, self.now_s))
+        self.handoff.check_integrity()
+        return effects
+
+
+def sent(effects: list[object], kind: type) -> list[object]:
+    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def test_one_attempt_from_prefill_to_ack() -> None:
+    rig = Rig()
+    assert rig.registered[0] == OpenSender(SenderId(DECODE, 1), "host:1")
+    assert rig.prefill(1) == []
+    assert [(p.start, p.length, p.last) for p in rig.forward()] == [(0, 6, True)]
+    (write,) = rig.computed()
+    assert isinstance(write, Write)
+    kv, row = write.batches
+    assert kv.dst.tolist() == [1_000_000 + 20 * 8, 1_010_000 + 20 * 8]
+    assert kv.length.tolist() == [16, 16]
+    assert (row.dst.tolist(), row.length.tolist()) == [[1_050_000 + 2 * 64], [64]] or row.total_bytes == 64
+    effects = list(rig.handoff.written(rig.key(1), 96, 0.01, 101.0))
+    (done,) = sent(effects, m.Completed)
+    assert isinstance(done, m.Completed)
+    assert done.parts == [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32})]
+    assert rig.pages.free_pages == 11
+    assert rig.take(m.Ack(DECODE, ME, Room(9), Ticket(1))) == []
+    assert not rig.handoff.senders
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"tokens": b""}, "capacity"),
+        ({"tokens": m.pack_int32(np.zeros(41))}, "capacity"),
+        ({"tokens": m.pack_int32([1, 2, 3, 4, 5, 100])}, "bad_token"),
+        ({"tokens": m.pack_int32([1, 2, 3, 4, 5, -1])}, "bad_token"),
+        ({"dst_first_position": 1}, "destination_refused"),
+        ({"dst_pages": m.pack_int32([20])}, "destination_refused"),
+        ({"dst_pages": m.pack_int32([20, 21, 22])}, "destination_refused"),
+        ({"dst_pages": m.pack_int32([20, 20])}, "destination_refused"),
+        ({"dst_pages": m.pack_int32([20, 50])}, "destination_refused"),
+        ({"dst_pages": m.pack_int32([0, 1])}, "destination_refused"),
+        ({"slot": 4}, "destination_refused"),
+        ({"slot": -1}, "destination_refused"),
+    ],
+)
+def test_s7_s8_what_cannot_be_right_is_refused_before_any_work(changed: dict[str, object], code: str) -> None:
+    rig = Rig()
+    (failed,) = sent(rig.prefill(1, **changed), m.Failed)
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.retryable) == (code, False)
+    assert not rig.forward()
+    assert rig.pages.free_pages == 11
+
+
+def test_s31_an_aborted_attempt_is_acknowledged_only_when_its_writes_have_ended() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    rig.forward()
+    assert rig.abort(1) == []  # computing
+    assert len(sent(rig.computed(), m.AbortAck)) == 1
+    rig.prefill(2)
+    rig.forward()
+    rig.computed()
+    assert rig.abort(2) == []  # writing
+    assert rig.pages.free_pages == 9
+    assert len(sent(list(rig.handoff.written(rig.key(2), 96, 0.1, 101.0)), m.AbortAck)) == 1
+    rig.prefill(3)
+    assert len(sent(rig.abort(3), m.AbortAck)) == 1  # queued: nothing runs
+    assert rig.pages.free_pages == 11
+    assert len(sent(rig.abort(3), m.AbortAck)) == 1  # repeated: acknowledged again
+
+
+def test_s31_an_attempt_that_was_aborted_before_it_came_never_starts() -> None:
+    rig = Rig()
+    assert len(sent(rig.abort(5), m.AbortAck)) == 1
+    (failed,) = sent(rig.prefill(5), m.Failed)
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.retryable) == ("stale", True)
+    assert not rig.forward()
+
+
+def test_s31_retired_tickets_take_flat_memory() -> None:
+    retired = Retired()
+    for ticket in range(1, 100_001):
+        retired.add(Ticket(ticket))
+    assert len(retired._tickets) == RETIRED_KEPT
+    assert all(Ticket(t) in retired for t in (1, 50_000, 100_000))
+    assert Ticket(100_001) not in retired
+
+
+def test_s66_a_failed_write_is_drained_before_its_pages_are_free() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    rig.forward()
+    rig.computed()
+    effects = list(rig.handoff.write_failed(rig.key(1), RuntimeError("-1"), 101.0))
+    assert effects == [Drain(SenderId(DECODE, 1), rig.key(1))]
+    assert rig.pages.free_pages == 9
+    (failed,) = sent(list(rig.handoff.drained(rig.key(1), 101.0)), m.Failed)
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.retryable) == ("transfer_failed", True)
+    assert rig.pages.free_pages == 11
+
+
+def test_s30_a_result_is_repeated_until_it_is_acknowledged() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    rig.forward()
+    rig.computed()
+    rig.handoff.written(rig.key(1), 96, 0.1, 101.0)
+    for now_s in (102.5, 104.0):
+        rig.take(m.Heartbeat(DECODE, ME, REPLY, 1, 0, False, b""))
+        assert len(sent(list(rig.handoff.tick(False, now_s)), m.Completed)) == 1
+        rig.now_s = now_s
+    rig.take(m.Ack(DECODE, ME, Room(9), Ticket(1)))
+    rig.take(m.Ack(DECODE, ME, Room(9), Ticket(1)))
+    assert not sent(list(rig.handoff.tick(False, 106.0)), m.Completed)
+
+
+def test_a_duplicate_prefill_starts_nothing() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    assert rig.prefill(1) == []
+    assert len(rig.forward()) == 1
+    assert not rig.forward()
+
+
+def test_messages_for_another_incarnation_or_registration_are_refused_and_do_nothing() -> None:
+    rig = Rig()
+    for changed in ({"to_epoch": Epoch(69)}, {"registration": 2}, {"epoch": Epoch(51)}):
+        (refused,) = sent(rig.prefill(1, **changed), m.Refused)
+        assert isinstance(refused, m.Refused)
+        assert (refused.differences, refused.epoch) == ([], ME)
+    assert not rig.handoff.senders
+    aborted = m.Abort(DECODE, Epoch(69), REPLY, 1, Room(9), Ticket(1), "x")
+    assert not sent(rig.take(aborted), m.AbortAck)  # it would be no proof for what its predecessor started
+
+
+def test_a_new_registration_ends_the_old_ones_attempts_and_its_worker() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    effects = rig.take(register(registration=2))
+    assert len(sent(effects, m.AbortAck)) == 1
+    assert OpenSender(SenderId(DECODE, 2), "host:1") in effects
+    assert CloseSender(SenderId(DECODE, 1)) in rig.handoff.tick(False, 100.5)
+    assert rig.take(register(registration=1)) == []  # a late copy
+    assert rig.handoff.peers.find(DECODE, 2) is not None
+
+
+def test_a_silent_decode_is_lost_and_its_attempts_end() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    for now_s in np.arange(100.0, 100.0 + LOST_S + 1, 0.25):
+        effects = rig.handoff.tick(False, float(now_s))
+    assert CloseSender(SenderId(DECODE, 1)) in effects or not rig.handoff.peers.peers
+    assert not rig.handoff.senders
+    assert rig.pages.free_pages == 11
+
+
+def test_a_loop_that_was_itself_stopped_listens_again_before_it_judges() -> None:
+    rig = Rig()
+    rig.handoff.tick(False, 100.0)
+    rig.handoff.tick(False, 160.0)
+    assert rig.handoff.peers.find(DECODE, 1) is not None
+
+
+def test_s45_every_difference_is_named_with_both_values() -> None:
+    rig = Rig()
+    effects = rig.take(register(epoch=Epoch(60), page_size="32", model="other"))
+    (refused,) = sent(effects, m.Refused)
+    assert isinstance(refused, m.Refused)
+    assert set(refused.differences) == {m.Difference("page_size", "4", "32"), m.Difference("model", "m", "other")}
+    status = {s.state: s for s in rig.handoff.peers.statuses()}
+    assert status["refused"].differences == refused.differences
+
+
+def test_s45_a_missing_value_refuses_too() -> None:
+    rig = Rig()
+    message = register(epoch=Epoch(60))
+    del message.fingerprint["model"]
+    (refused,) = sent(rig.take(message), m.Refused)
+    assert isinstance(refused, m.Refused)
+    assert refused.differences == [m.Difference("model", "m", "(missing)")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ok"), [([0, 1], True), ([0, 2], False), ([1, 0], False), ([0], False), ([0, 1, 2], False)]
+)
+def test_s35_layer_ids_are_equal_in_order_or_nothing_is_copied(layers: list[int], ok: bool) -> None:
+    rig = Rig()
+    kv = [m.Region("kv", layer, 1_000_000 + i * 10_000, 8, 50) for i, layer in enumerate(layers)]
+    meta = regions(1_000_000, 50)[-1]
+    message = m.Register(Epoch(60), Epoch(0), REPLY, 1, "host:2", FINGERPRINT, [*kv, meta])
+    effects = rig.take(message)
+    assert bool(sent(effects, m.Registered)) == ok
+    assert bool(sent(effects, m.Refused)) != ok
+
+
+def test_a_prompt_waits_for_pages_and_those_behind_it_wait_too() -> None:
+    rig = Rig(num_pages=6)
+    rig.prefill(1, tokens=16)
+    rig.prefill(2, tokens=16)
+    rig.prefill(3, tokens=4)
+    assert [p.key.ticket for p in rig.forward()] == [1]
+    rig.computed()
+    assert not rig.forward()
+    rig.handoff.written(rig.key(1), 1, 0.1, 101.0)
+    assert [p.key.ticket for p in rig.forward()] == [2, 3]
+
+
+def test_a2_a_prompt_that_waited_too_long_fails_explicitly_and_frees_what_it_held() -> None:
+    rig = Rig()
+    rig.prefill(1, tokens=16)
+    rig.forward(budget=8)
+    rig.computed()  # one chunk of two
+    assert rig.pages.free_pages == 7
+    rig.now_s = 111.0
+    pieces, effects = rig.handoff.next_forward(8, 8, rig.now_s)
+    (failed,) = sent(list(effects), m.Failed)
+    assert isinstance(failed, m.Failed)
+    assert (pieces, failed.code, failed.retryable) == ([], "timeout", True)
+    assert rig.pages.free_pages == 11
+
+
+def waiting(ticket: int, done: int, total: int) -> Waiting:
+    return Waiting(AttemptKey(DECODE, Room(1), Ticket(ticket)), done, total)
+
+
+def test_s10_a_chunk_that_is_not_the_last_ends_at_a_page() -> None:
+    pieces = pack([waiting(1, 0, 8200)], 8200 - 3, 64, 8)
+    assert [(p.start, p.length, p.last) for p in pieces] == [(0, 8192 - 64, False)]
+    pieces = pack([waiting(1, 8192, 8200)], 8192, 64, 8)
+    assert [(p.start, p.length, p.last) for p in pieces] == [(8192, 8, True)]
+
+
+def test_chunks_are_packed_up_to_the_budget_in_order() -> None:
+    pieces = pack([waiting(1, 0, 30), waiting(2, 0, 10), waiting(3, 0, 100), waiting(4, 0, 1)], 64, 16, 8)
+    assert [(p.key.ticket, p.length, p.last) for p in pieces] == [
+        (1, 30, True),
+        (2, 10, True),
+        (3, 16, False),
+        (4, 1, True),
+    ]
+    assert [p.key.ticket for p in pack([waiting(i, 0, 1) for i in range(9)], 64, 16, 3)] == [0, 1, 2]

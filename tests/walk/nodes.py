@@ -1,0 +1,233 @@
+"""The walk's processes: real decisions inside, and everything around them done when the walk says so."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from decode_svc import effects as d
+from decode_svc.intake import Intake
+from decode_svc.peers import PeerBook
+from prefill_svc import effects as p
+from prefill_svc.handoff import Handoff
+from prefill_svc.peers import DecodePeers
+from prefill_svc.scheduler import Piece
+from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId
+from shared.kv.layout import Buffer, Layout
+from shared.kv.pages import PageAllocator
+from shared.kv.slots import SlotPool
+from shared.protocol import messages as m
+from shared.protocol.codec import Codec
+from shared.protocol.local import Generate
+from shared.transfer.engine import Blocks
+
+if TYPE_CHECKING:
+    from tests.walk.world import World
+
+PAGE_SIZE = 4
+LAYOUT = Layout(PAGE_SIZE, tuple(Buffer("kv", layer, (2,), "uint8") for layer in (0, 1, 2)))
+ITEM_BYTES = 8
+VOCAB = 1000
+FINGERPRINT = {**LAYOUT.fingerprint(), "model": "walk"}
+BYTE = npt.NDArray[np.uint8]
+
+
+class Violation(AssertionError):
+    """The world saw what must never happen."""
+
+
+def tag(prompt: bytes, position: int, layer: int) -> BYTE:
+    """The one right content of a page: ``[ITEM_BYTES]``."""
+    text = prompt + bytes([position, layer])
+    return np.frombuffer(hashlib.blake2b(text, digest_size=ITEM_BYTES).digest(), np.uint8)
+
+
+@dataclass
+class Pool:
+    """One engine's memory: ``[layers, pages, ITEM_BYTES]`` with real addresses."""
+
+    pages: int
+    data: BYTE = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = np.zeros((len(LAYOUT.buffers), self.pages, ITEM_BYTES), np.uint8)
+
+    def regions(self) -> list[m.Region]:
+        return [
+            m.Region(b.component, b.layer, self.data[i].ctypes.data, ITEM_BYTES, self.pages)
+            for i, b in enumerate(LAYOUT.buffers)
+        ]
+
+
+@dataclass
+class Job:
+    """One Write that a sending worker carries out: its blocks land one by one; ``failed`` ones may still land."""
+
+    node: "PrefillNode"
+    sender: p.SenderId
+    key: AttemptKey
+    session: str
+    batches: list[Blocks]
+    landed: int = 0
+    reported: bool = False
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        return [(int(b.src[i]), int(b.dst[i]), int(b.length[i])) for b in self.batches for i in range(len(b.length))]
+
+
+class DecodeNode:
+    """One incarnation of a decode engine, with a stand-in for its batch: a request runs for a few ticks."""
+
+    def __init__(self, world: "World", address: PeerAddress, epoch: Epoch) -> None:
+        self.world, self.address, self.epoch = world, address, epoch
+        self.pool, self.slots = Pool(world.decode_pages), SlotPool(4)
+        self.pages = PageAllocator(world.decode_pages)
+        self.peers = PeerBook(
+            list(world.prefill_addresses),
+            epoch=epoch,
+            reply_to=address,
+            fingerprint=FINGERPRINT,
+            regions=[*self.pool.regions(), self.slots.region()],
+        )
+        self.intake = Intake(
+            epoch=epoch, reply_to=address, layout=LAYOUT, pages=self.pages, slots=self.slots, peers=self.peers
+        )
+        self.codec: Codec[m.ToDecode] = Codec(m.ToDecode)
+        self.sessions: dict[tuple[PeerAddress, int], str] = {}
+        self.todo: list[Callable[[], None]] = []
+        self.running: dict[RequestId, Generate] = {}
+        self.frozen = False
+        real = self.pages.allocate
+
+        def allocate(count: int) -> npt.NDArray[np.int32] | None:
+            pages = real(count)
+            if pages is not None:
+                world.check_not_written(self, pages)
+            return pages
+
+        self.pages.allocate = allocate  # type: ignore[method-assign]
+
+    def do(self, effects: list[d.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case d.Send(address, message):
+                    self.world.post(address, message)
+                case d.OpenSession(address, registration):
+                    self.todo.append(lambda a=address, r=registration: self._open(a, r))  # type: ignore[misc]
+                case d.Fence(address, registration):
+                    self.todo.append(lambda a=address, r=registration: self._fence(a, r))  # type: ignore[misc]
+                case d.Prebuild(request):
+                    self._prebuild(request)
+                case d.Ended(request, outcome, _):
+                    self.world.endings[request] += 1
+                    self.world.outcomes[outcome] += 1
+                    self.running.pop(request, None)
+
+    def deliver(self, frames: list[bytes]) -> None:
+        self.do(self.intake.on_message(self.codec.decode(frames), self.world.now_s))
+
+    def _open(self, address: PeerAddress, registration: int) -> None:
+        session = f"{self.epoch}/{address}/{registration}"
+        self.sessions[address, registration] = session
+        self.world.live_sessions[session] = self
+        self.peers.session_ready(address, registration, session)
+
+    def _fence(self, address: PeerAddress, registration: int) -> None:
+        self.world.retire(self.sessions.pop((address, registration)))
+        self.do(self.intake.fenced(address, registration, self.world.now_s))
+
+    def _prebuild(self, request_id: RequestId) -> None:
+        request = self.intake.requests[request_id]
+        lease = request.lease
+        assert lease is not None
+        if lease.slot is None:
+            raise Violation(f"request {request_id} has no slot before its prebuilt step")
+        row = self.slots.rows[lease.slot]
+        if (row["room"], row["ticket"], row["token"]) != (lease.room, lease.ticket, int(request.spec.prompt[0])):
+            raise Violation(f"request {request_id} committed with a foreign or missing metadata row")
+        self.check_content(request_id)
+        self.intake.prebuilt(request_id)
+        self.running[request_id] = request.spec
+
+    def check_content(self, request_id: RequestId) -> None:
+        request = self.intake.requests[request_id]
+        assert request.lease is not None
+        for position, page in enumerate(request.lease.pages):
+            for i, buffer in enumerate(LAYOUT.buffers):
+                if not np.array_equal(self.pool.data[i, page], tag(request.spec.prompt, position, buffer.layer)):
+                    raise Violation(f"request {request_id} reads foreign bytes at position {position}, layer {i}")
+
+    def finish(self, request_id: RequestId) -> None:
+        self.check_content(request_id)
+        self.do(self.intake.finish(request_id, [1], [0.0], "stop", self.world.now_s))
+
+
+class PrefillNode:
+    """One incarnation of a prefill engine; its forwards and transfers end when the walk says so."""
+
+    def __init__(self, world: "World", address: PeerAddress, epoch: Epoch) -> None:
+        self.world, self.address, self.epoch = world, address, epoch
+        self.pool, slots = Pool(world.prefill_pages), SlotPool(6)
+        max_prompt = (world.prefill_pages - 1) * PAGE_SIZE
+        peers = DecodePeers(
+            epoch=epoch, reply_to=address, layout=LAYOUT, fingerprint=FINGERPRINT, capacity=m.Capacity(max_prompt)
+        )
+        self.handoff = Handoff(
+            epoch=epoch,
+            layout=LAYOUT,
+            regions=self.pool.regions(),
+            pages=PageAllocator(world.prefill_pages),
+            slots=slots,
+            peers=peers,
+            max_prompt_tokens=max_prompt,
+            vocab_size=VOCAB,
+        )
+        self.codec: Codec[m.ToPrefill] = Codec(m.ToPrefill)
+        self.sessions: dict[p.SenderId, str] = {}
+        self.todo: list[Callable[[], None]] = []
+        self.forward: list[Piece] = []
+        self.frozen = False
+
+    def do(self, effects: list[p.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case p.Send(address, message):
+                    self.world.post(address, message)
+                case p.OpenSender(sender, session):
+                    self.sessions[sender] = session
+                case p.CloseSender(sender):
+                    del self.sessions[sender]
+                case p.Write(sender, key, batches):
+                    self.world.jobs.append(Job(self, sender, key, self.sessions[sender], batches))
+                case p.Drain(sender, key):
+                    self.todo.append(lambda s=sender, k=key: self._drain(s, k))  # type: ignore[misc]
+
+    def deliver(self, frames: list[bytes]) -> None:
+        self.do(self.handoff.on_message(self.codec.decode(frames), self.world.now_s))
+
+    def start_forward(self) -> None:
+        self.forward, effects = self.handoff.next_forward(12, 4, self.world.now_s)
+        self.do(effects)
+
+    def end_forward(self, ok: bool) -> None:
+        pieces, self.forward = self.forward, []
+        if not ok:
+            self.do(self.handoff.compute_failed(RuntimeError("injected"), self.world.now_s))
+            return
+        samples: list[tuple[int, float] | None] = []
+        for piece in pieces:
+            sender = self.handoff.senders[piece.key]
+            assert sender.pages is not None
+            last_position = LAYOUT.pages_for(piece.start + piece.length)
+            for position in range(piece.start // PAGE_SIZE, last_position):
+                for i, buffer in enumerate(LAYOUT.buffers):
+                    self.pool.data[i, sender.pages[position]] = tag(sender.spec.tokens, position, buffer.layer)
+            samples.append((int(sender.spec.tokens[0]), -0.5) if piece.last else None)
+        self.do(self.handoff.computed(samples, self.world.now_s))
+
+    def _drain(self, sender: p.SenderId, key: AttemptKey) -> None:
+        self.world.jobs = [j for j in self.world.jobs if not (j.node is self and j.sender == sender and j.reported)]
+        self.do(self.handoff.drained(key, self.world.now_s))
