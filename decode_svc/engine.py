@@ -22,7 +22,18 @@ from shared.ops.metrics import Meter
 from shared.ops.setup import LoadedRuntime, load_runtime
 from shared.protocol import messages as m
 from shared.protocol.codec import Codec
-from shared.protocol.local import Cancel, Drain, Drained, Generate, Output, Outputs, Ready, Status, ToEngine
+from shared.protocol.local import (
+    HEARTBEAT_S,
+    Cancel,
+    Drain,
+    Drained,
+    Generate,
+    Output,
+    Outputs,
+    Ready,
+    Status,
+    ToEngine,
+)
 from shared.protocol.machine import RequestState
 from shared.runtime.runner import DecodeBatch
 from shared.transfer.engine import TransferEngine
@@ -31,7 +42,6 @@ from shared.transfer.mooncake_engine import MooncakeEngine
 log = logging.getLogger(__name__)
 REFUSAL_LOG_S = 60.0
 TICK_S = 0.25
-STATUS_S = 0.5
 
 
 class DecodeEngine:
@@ -261,7 +271,7 @@ class DecodeEngine:
         while True:
             self._tick()
             if self._host.now_s() >= next_status_s:
-                next_status_s = self._host.now_s() + STATUS_S
+                next_status_s = self._host.now_s() + HEARTBEAT_S
                 self._host.post(self._status())
             await asyncio.sleep(TICK_S)
 

@@ -22,7 +22,7 @@ from shared.ops.metrics import Meter
 from shared.ops.setup import LoadedRuntime, load_runtime
 from shared.protocol import messages as m
 from shared.protocol.codec import Codec
-from shared.protocol.local import Cancel, Drained, Generate, Ready, Status, ToEngine
+from shared.protocol.local import HEARTBEAT_S, Cancel, Drained, Generate, Ready, Status, ToEngine
 from shared.protocol.local import Drain as DrainRequest
 from shared.runtime.runner import PrefillBatch
 from shared.transfer.mooncake_engine import MooncakeEngine
@@ -31,7 +31,6 @@ from shared.transfer.sender import PeerSender, SendResult
 log = logging.getLogger(__name__)
 REFUSAL_LOG_S = 60.0
 TICK_S = 0.25
-STATUS_S = 0.5
 
 
 class PrefillEngine:
@@ -182,7 +181,7 @@ class PrefillEngine:
             now_s = self._host.now_s()
             self._do(self._handoff.tick(self._busy, now_s))
             if now_s >= next_status_s:
-                next_status_s = now_s + STATUS_S
+                next_status_s = now_s + HEARTBEAT_S
                 self._host.post(self._status())
             await asyncio.sleep(TICK_S)
 

@@ -82,8 +82,9 @@ class Channel(Protocol, Generic[M_co]):
     def counters(self) -> ChannelCounters: ...
 
     async def connect(self, address: str, *, on_disconnect: OnDisconnect = None) -> Link:
-        """A link to that address; succeeds whether or not anyone listens there. Raises ConfigError if malformed.
+        """A link to that address; succeeds whether or not anyone listens there.
 
+        Raises ConfigError if it is malformed or this process has no file left, PeerBusy after ``close``.
         ``on_disconnect`` is called on the loop each time an established connection ends other than by our ``close``:
         at once when the peer's process dies, late or never when its machine or the network does.
         """

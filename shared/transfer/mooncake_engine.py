@@ -28,9 +28,11 @@ Protocol = Literal["tcp", "rdma"]
 
 MAX_OUTSTANDING = 1000
 """Blocks in the library's hands. Past its own limit it fails blocks, and may then never serve that peer again."""
-PART_BLOCKS = MAX_OUTSTANDING // 2
+PART_BLOCKS = 64
 """A large batch goes over in parts of so many blocks: one moves while the next is prepared."""
 MIN_POLL_S, MAX_POLL_S = 50e-6, 5e-3
+PROGRESS_S = 10
+"""A block that does not move for so long has failed."""
 PORTS = range(15000, 32768)
 WINDOW = 128
 KEPT_PORTS = WINDOW // 2
@@ -47,7 +49,8 @@ _kept_ports: deque[int] = deque()
 
 @dataclass
 class _Part:
-    """A stretch of a batch: the library's ids of all blocks but the last (0: there is one only), and of the last."""
+    """A stretch of a batch: the library's ids of all blocks but the last (0: there are none, or they are done), and
+    of the last."""
 
     body: int
     last: int
@@ -77,6 +80,7 @@ class MooncakeEngine:
         self._batches: dict[Batch, list[_Part]] = {}
         self._moving: deque[_Part] = deque()
         self._ids = count(1)
+        self._stall_s = float(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"]) + 0.5
 
     @staticmethod
     def require(protocol: Protocol = "tcp") -> None:
@@ -112,12 +116,13 @@ class MooncakeEngine:
         parts = self._batches.pop(batch, None)
         if parts is None:
             raise ValueError(f"batch {batch} is unknown, or was waited for already")
-        for part in parts:
+        for at, part in enumerate(parts):
             if part.ok is None:
                 self._finish(part)
-        if failed := sum(not part.ok for part in parts):
-            blocks = sum(part.blocks for part in parts)
-            raise TransferFailed(f"Mooncake failed {failed} of {len(parts)} parts of a batch of {blocks} blocks")
+            if not part.ok:  # to wait for the others too could take a time-out for each of their blocks
+                self._moving = deque(moving for moving in self._moving if moving not in parts)
+                blocks = sum(part.blocks for part in parts)
+                raise TransferFailed(f"Mooncake failed part {at + 1} of {len(parts)} of a batch of {blocks} blocks")
 
     def retire(self) -> None:
         if self._engine is None:
@@ -152,11 +157,11 @@ class MooncakeEngine:
     def _start(self, session: str, src: list[int], dst: list[int], length: list[int]) -> _Part:
         """All but the last block as one batch, then the last by itself: only a single block's state can be looked at
         without waiting for it."""
-        engine = self._alive()
-        body = 1
+        body, last = 1, 0
         if len(src) > 1:
-            body = engine.batch_transfer_async_write(session, src[:-1], dst[:-1], length[:-1])
-        last = engine.transfer_submit_write(session, src[-1], dst[-1], length[-1]) if body else 0
+            body = self._engine.batch_transfer_async_write(session, src[:-1], dst[:-1], length[:-1])
+        if body:
+            last = self._engine.transfer_submit_write(session, src[-1], dst[-1], length[-1])
         if not last:
             raise TransferFailed(f"Mooncake refused {len(src)} blocks to {session}: is that engine still there?")
         part = _Part(body if len(src) > 1 else 0, last, len(src))
@@ -168,15 +173,26 @@ class MooncakeEngine:
 
         The library's wait for a batch burns a core until it is done, so we poll its last block first; with one lane
         the blocks before it are done by then and the wait returns at once. Where that order does not hold (RDMA) the
-        wait is longer, not wrong. An id is dead after it was answered, and a second call with it ends the process;
-        after a failed last block the batch is therefore left alone: it goes with the engine.
+        wait is longer, not wrong. A stalled peer fails the blocks one after the other, each after ``PROGRESS_S``, but
+        the batch as soon as one has failed: that is when we look at it early. An id is dead after it was answered, and
+        a second call with it ends the process; what is not answered after a failure goes with the engine.
         """
-        engine = self._alive()
-        started_s = time.monotonic()
-        while (state := engine.transfer_check_status(part.last)) == 0:
-            time.sleep(min(max(MIN_POLL_S, (time.monotonic() - started_s) / 16), MAX_POLL_S))
-        part.ok = state == 1 and (not part.body or engine.get_batch_transfer_status([part.body]) == 0)
+        started_s, waited_s = time.monotonic(), 0.0
+        while (state := self._engine.transfer_check_status(part.last)) == 0 and part.ok is None:
+            time.sleep(min(max(MIN_POLL_S, waited_s / 16), MAX_POLL_S))
+            waited_s = time.monotonic() - started_s
+            if part.body and waited_s > self._stall_s:
+                self._finish_body(part)
+        if state == 1 and part.body:
+            self._finish_body(part)
+        if part.ok is None:
+            part.ok = state == 1
         self._moving.remove(part)
+
+    def _finish_body(self, part: _Part) -> None:
+        if self._engine.get_batch_transfer_status([part.body]) != 0:
+            part.ok = False
+        part.body = 0
 
     def _wake_listener(self) -> None:
         """The destructor joins a thread that sits in accept() for up to a second, and holds the interpreter lock all
@@ -243,8 +259,8 @@ def _prepare(protocol: str) -> None:
     if protocol == "tcp":
         environ["MC_FORCE_TCP"] = "1"  # without it any RDMA device that is found gets used
     environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    environ.setdefault("MC_TRANSFER_TIMEOUT", "30")
-    environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "10")
+    environ.setdefault("MC_TRANSFER_TIMEOUT", "300")  # on top of the time-out without progress
+    environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(PROGRESS_S))
     if not environ.keys() & {"MC_MIN_PRC_PORT", "MC_MIN_RPC_PORT"}:
         first = port_window(time.time())
         environ["MC_MIN_PRC_PORT"], environ["MC_MAX_PRC_PORT"] = str(first), str(first + WINDOW - 1)

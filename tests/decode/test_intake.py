@@ -1,5 +1,7 @@
 """Decode's decisions, one event at a time."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ from shared.protocol.machine import LeaseState, RequestState
 
 LAYOUT = Layout(4, (Buffer("kv", 0, (2,), "uint8"), Buffer("kv", 1, (2,), "uint8")))
 ME, P0, P1 = Epoch(5), Epoch(70), Epoch(71)
-A0, A1 = PeerAddress("tcp://p:0"), PeerAddress("tcp://p:1")
+FIRST, SECOND = PeerAddress("tcp://p:0"), PeerAddress("tcp://p:1")
 TIMINGS = m.Timings(0, 0, 0, 0)
 
 
@@ -27,7 +29,7 @@ class Rig:
     def __init__(self, *epochs: Epoch, num_pages: int = 16, slots: int = 3) -> None:
         self.now_s = 100.0
         self.pages, self.slots = PageAllocator(num_pages), SlotPool(slots)
-        self.peers = PeerBook([A0, A1], epoch=ME, reply_to=PeerAddress("tcp://d:0"), fingerprint={}, regions=[])
+        self.peers = PeerBook([FIRST, SECOND], epoch=ME, reply_to=PeerAddress("tcp://d:0"), fingerprint={}, regions=[])
         self.intake = Intake(
             epoch=ME,
             reply_to=PeerAddress("tcp://d:0"),
@@ -40,38 +42,38 @@ class Rig:
         for registration, epoch in enumerate(epochs, 1):
             self.take(m.Registered(epoch, ME, registration, m.Capacity(30)))
 
-    def take(self, message: m.ToDecode) -> list[object]:
+    def take(self, message: m.ToDecode) -> list[Any]:
         effects = list(self.intake.on_message(message, self.now_s))
         self.intake.check_integrity()
         return effects
 
-    def submit(self, name: str, prompt: int = 6, max_tokens: int = 3, timeout_s: float = 60.0) -> list[object]:
+    def submit(self, name: str, prompt: int = 6, max_tokens: int = 3, timeout_s: float = 60.0) -> list[Any]:
         spec = Generate(RequestId(name), m.pack_int32(np.ones(prompt)), max_tokens, m.Sampling(seed=1), [], False)
         effects = list(self.intake.submit(spec, timeout_s, self.now_s))
         self.intake.check_integrity()
         return effects
 
-    def cancel(self, name: str) -> list[object]:
+    def cancel(self, name: str) -> list[Any]:
         effects = list(self.intake.cancel(RequestId(name), self.now_s))
         self.intake.check_integrity()
         return effects
 
-    def completed(self, ticket: int, epoch: Epoch = P0, pages: int = 2, **changed: object) -> m.Completed:
-        part = m.Coverage(0, m.pack_int32(np.arange(pages)), {"kv": pages * 16})
-        fields: dict[str, object] = {"epoch": epoch, "to_epoch": ME, "room": Room(1), "ticket": Ticket(ticket)}
+    def completed(self, number: int, **changed: object) -> m.Completed:
+        part = m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32})
+        fields: dict[str, object] = {"epoch": P0, "to_epoch": ME, "room": Room(1), "ticket": Ticket(number)}
         return m.Completed(**(fields | {"parts": [part], "timings": TIMINGS} | changed))  # type: ignore[arg-type]
 
     def state(self, name: str) -> RequestState:
         return self.intake.requests[RequestId(name)].state
 
 
-def messages(effects: list[object], kind: type) -> list[object]:
+def messages(effects: list[Any], kind: type) -> list[Any]:
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
-def endings(effects: list[object]) -> list[tuple[str, str]]:
+def endings(effects: list[Any]) -> list[tuple[str, str]]:
     """(outcome, error code) each."""
-    found = []
+    found: list[tuple[str, str]] = []
     for e in effects:
         if isinstance(e, Ended):
             code = e.output.error.code if e.output is not None and e.output.error is not None else ""
@@ -84,7 +86,7 @@ def test_one_request_from_submit_to_finish() -> None:
     (prefill,) = messages(rig.submit("r"), m.Prefill)
     assert isinstance(prefill, m.Prefill)
     assert m.unpack_int32(prefill.dst_pages).tolist() == [1, 2]  # the prompt's; decode's own pages stay its own
-    assert rig.pages.free_pages == 13 - 0
+    assert rig.pages.free_pages == 13
     effects = rig.take(rig.completed(1))
     assert len(messages(effects, m.Ack)) == 1
     assert Prebuild(RequestId("r")) in effects
@@ -167,7 +169,7 @@ def test_s29_s30_one_abort_per_attempt_repeated_until_answered() -> None:
     count = 0
     for _ in range(20):
         rig.now_s += 0.25
-        rig.take(m.Heartbeat(P0, ME, A0, 1, 0, False, b""))
+        rig.take(m.Heartbeat(P0, ME, FIRST, 1, 0, False, b""))
         count += len(messages(list(rig.intake.tick(rig.now_s)), m.Abort))
     assert count == 5
     assert rig.intake.counts.aborts == 1
@@ -194,16 +196,16 @@ def test_s66_quarantine_ends_by_the_writers_word_for_that_attempt(answer: str) -
 def test_s66_time_alone_frees_nothing_and_a_fence_does() -> None:
     rig = Rig(P0)
     rig.submit("r", timeout_s=1)
-    fences: list[object] = []
+    fences: list[Any] = []
     for _ in range(4 * 600):
         rig.now_s += 0.25
         fences += [e for e in rig.intake.tick(rig.now_s) if isinstance(e, Fence)]
         assert rig.pages.quarantined_pages == (2 if rig.now_s >= 101 else 0)
-    assert fences == [Fence(A0, 1)]
-    effects = list(rig.intake.fenced(A0, 1, rig.now_s))
-    assert OpenSession(A0, 3) in effects
+    assert fences == [Fence(FIRST, 1)]
+    effects = list(rig.intake.fenced(FIRST, 1, rig.now_s))
+    assert OpenSession(FIRST, 3) in effects
     assert (rig.pages.quarantined_pages, rig.pages.free_pages) == (0, 15)
-    assert rig.peers.peers[A0].state is PeerState.CONNECTING
+    assert rig.peers.peers[FIRST].state is PeerState.CONNECTING
 
 
 def test_s66_a_retry_takes_a_fresh_lease_and_slot_on_another_peer() -> None:
@@ -241,9 +243,9 @@ def test_a_lost_peers_requests_end_at_once_and_its_pages_wait_for_the_fence() ->
 def test_after_its_connection_ended_a_silent_peer_is_lost_sooner() -> None:
     rig = Rig(P0)
     rig.submit("r")
-    rig.peers.on_disconnect(A0, rig.now_s)
+    rig.peers.on_disconnect(FIRST, rig.now_s)
     start_s = rig.now_s
-    while rig.peers.peers[A0].state is PeerState.REGISTERED:
+    while rig.peers.peers[FIRST].state is PeerState.REGISTERED:
         rig.now_s += 0.25
         rig.intake.tick(rig.now_s)
     assert rig.now_s - start_s <= 1.5
@@ -253,15 +255,15 @@ def test_a_loop_that_was_itself_stopped_listens_again_before_it_judges() -> None
     rig = Rig(P0)
     rig.intake.tick(100.0)
     rig.intake.tick(160.0)
-    assert rig.peers.peers[A0].state is PeerState.REGISTERED
+    assert rig.peers.peers[FIRST].state is PeerState.REGISTERED
 
 
 def test_an_attempt_that_its_peer_does_not_list_is_lost() -> None:
     """Its Prefill never arrived: noticed by heartbeats, long before any time limit."""
     rig = Rig(P0, P1)
     rig.submit("r")
-    busy = m.Heartbeat(P0, ME, A0, 1, 0, True, m.pack_int64([1]))
-    idle = m.Heartbeat(P0, ME, A0, 1, 0, False, b"")
+    busy = m.Heartbeat(P0, ME, FIRST, 1, 0, True, m.pack_int64([1]))
+    idle = m.Heartbeat(P0, ME, FIRST, 1, 0, False, b"")
     for beat in (idle, busy, idle):
         assert rig.take(beat) == []
     effects = rig.take(idle)
@@ -272,7 +274,7 @@ def test_an_attempt_that_its_peer_does_not_list_is_lost() -> None:
 def test_a_prefill_that_does_not_know_us_is_lost_and_registered_anew() -> None:
     rig = Rig(P0)
     effects = rig.take(m.Refused(Epoch(99), ME, 1, []))
-    assert Fence(A0, 1) in effects
+    assert Fence(FIRST, 1) in effects
     assert rig.take(m.Refused(Epoch(99), ME, 1, [])) == []
 
 
@@ -280,7 +282,7 @@ def test_requests_wait_for_a_peer_that_was_heard_from_and_end_where_there_is_non
     rig = Rig(P0)
     rig.take(m.Refused(Epoch(99), ME, 1, []))  # restarted: about to register again
     assert rig.submit("r") == []
-    rig.intake.fenced(A0, 1, rig.now_s)
+    rig.intake.fenced(FIRST, 1, rig.now_s)
     effects = rig.take(m.Registered(Epoch(99), ME, 3, m.Capacity(30)))
     assert len(messages(effects, m.Prefill)) == 1
     assert endings(Rig().submit("r")) == [("failed", "no_prefill")]
@@ -288,7 +290,7 @@ def test_requests_wait_for_a_peer_that_was_heard_from_and_end_where_there_is_non
 
 def test_the_least_loaded_peer_that_can_take_the_prompt_is_asked() -> None:
     rig = Rig(P0, P1, num_pages=60, slots=9)
-    asked = [x.to_epoch for name in "abcd" for x in messages(rig.submit(name), m.Prefill)]  # type: ignore[attr-defined]
+    asked = [x.to_epoch for name in "abcd" for x in messages(rig.submit(name), m.Prefill)]
     assert sorted(asked) == [P0, P0, P1, P1]
     for name in "abcd":
         rig.cancel(name)

@@ -1,4 +1,4 @@
-"""Signals and sudden death: every request has an ending, and the services say what is true."""
+"""Signals (A30) and sudden death: every request has an ending, and the services say what is true."""
 
 import asyncio
 import signal

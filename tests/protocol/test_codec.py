@@ -1,4 +1,4 @@
-"""Frames ↔ messages: every message survives the way, and no bytes whatever raise anything but MessageError."""
+"""Frames ↔ messages: every message survives the way, and no bytes whatever raise anything but MessageError. (A24)"""
 
 import typing
 

@@ -1,4 +1,7 @@
-"""The seeded random walk: both services' real decisions against a hostile link, engine, and sudden death."""
+"""The seeded random walk: both services' real decisions against a hostile link, engine, and sudden death.
+
+It plays the core of A1, A4, A5, A16, A18, A19, A21 and A25 in every order, thousands of times.
+"""
 
 import pytest
 
