@@ -80,6 +80,9 @@ async def _front(
             log.info("ready: http://%s:%d, control %s, model %s", config.host, port, ready.control, config.model)
 
         async def drain() -> None:
+            if client.ready is None:  # still loading, or a start that failed: there is nothing to wait for
+                process.kill()
+                return
             client.drain(config.drain_s)
             await client.drained.wait()
             await process.terminate(1.0)

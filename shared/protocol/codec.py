@@ -18,8 +18,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> list[bytes]:
-    """A message → its frames. Raises MessageError where it is too large to be accepted by the other side."""
-    body = _encoder.encode(message)
+    """A message → its frames. Raises MessageError where the other side would not accept it."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise MessageError(f"a text in the message is no Unicode: {error}") from error
     if len(body) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     return [HEADER, body]

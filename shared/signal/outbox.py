@@ -16,7 +16,7 @@ from shared.signal.channel import Channel, Link
 
 log = logging.getLogger(__name__)
 
-MAX_LINKS = 256
+MAX_LINKS = 64
 """A control port may be told any reply address; beyond so many, the one used longest ago is closed."""
 
 
