@@ -127,6 +127,8 @@ class DecodeEngine:
             self._limited.warning(differences, "a prefill refused this decode: %s", differences)
         self._do(self._intake.on_message(message, self._host.now_s()))
         self._flush()
+        if isinstance(message, m.Registered | m.Refused):
+            self._host.post(self._status())  # the front refuses requests by what it knows of the peers
 
     def _cancel(self, request: RequestId) -> None:
         if self._running is not None and request in self._running.rows:

@@ -44,7 +44,6 @@ class PrefillEngine:
         self._senders: dict[SenderId, PeerSender] = {}
         self._wake = asyncio.Event()
         self._busy = False
-        self._draining = False
         self._runtime: LoadedRuntime
         self._handoff: Handoff
         self._advertise = ""
@@ -94,9 +93,9 @@ class PrefillEngine:
                 log.warning("a prefill engine takes no %s from its front", type(message).__name__)
 
     def _on_control(self, message: m.ToPrefill) -> None:
-        if self._draining and isinstance(message, m.Register | m.Prefill):
-            return
         self._do(self._handoff.on_message(message, self._host.now_s()))
+        if isinstance(message, m.Register):
+            self._host.post(self._status())
         self._wake.set()
 
     def _on_disconnect(self, address: str) -> None:
@@ -187,7 +186,7 @@ class PrefillEngine:
 
     async def _drain(self, grace_s: float) -> None:
         """Nothing new; what is accepted ends, or is cut at the end of the grace time by the exit of this process."""
-        self._draining = True
+        self._handoff.draining = True
         end_s = time.monotonic() + grace_s
         while self._handoff.senders and time.monotonic() < end_s:
             await asyncio.sleep(0.05)

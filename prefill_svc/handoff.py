@@ -77,6 +77,8 @@ class Handoff:
         self.counts = Counts()
         self.pages, self.slots, self.peers = pages, slots, peers
         self.steps = 0
+        self.draining = False
+        """Nothing new is accepted; what was accepted goes on."""
         self._forward: list[Piece] = []
         self._epoch, self._layout = epoch, layout
         self._regions = regions
@@ -119,6 +121,8 @@ class Handoff:
         if key.ticket in peer.retired:
             self.counts.refused_messages += 1
             return [Send(peer.address, self._failed(sender, "the attempt was aborted or has ended", "stale", True))]
+        if self.draining:
+            return [Send(peer.address, self._failed(sender, "the service is stopping", "shutting_down", True))]
         self.senders[key] = sender
         self.counts.accepted += 1
         if error := self._objection(sender):

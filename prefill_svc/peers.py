@@ -31,6 +31,8 @@ SUSPICION_S = 3.0
 """After its connection ended, a peer that is silent for ``SUSPECT_S`` within ``SUSPICION_S`` is lost."""
 STALL_S = 0.75
 RETIRED_KEPT = 4096
+MAX_PEERS = 64
+"""Registrations at a time: each has a thread. Beyond, a Register is not answered until others are gone."""
 
 
 class Retired:
@@ -100,9 +102,14 @@ class DecodePeers:
             return [], []  # a late copy of an older registration
         differences = self._differences(message)
         if differences:
+            self.refusals.pop(message.reply_to, None)
             self.refusals[message.reply_to] = differences
+            if len(self.refusals) > MAX_PEERS:
+                del self.refusals[next(iter(self.refusals))]
             return same, [Send(message.reply_to, self.refusal(message, differences))]
         self.refusals.pop(message.reply_to, None)
+        if len(self.peers) >= MAX_PEERS:
+            return same, []
         peer = DecodePeer(message.epoch, message.reply_to, message.registration, message.regions, now_s)
         self.peers[peer.sender] = peer
         return same, [OpenSender(peer.sender, message.session), Send(message.reply_to, answer)]

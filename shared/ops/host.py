@@ -144,6 +144,7 @@ def run_engine(name: str, config: C, sockets: LocalSockets, make: Callable[[C, H
 
 
 async def _run_engine(config: C, sockets: LocalSockets, make: Callable[[C, Host], Engine]) -> int:
+    asyncio.get_running_loop().set_exception_handler(_end_on_defect)
     early: list[ToEngine] = []
     host = await Host.open(sockets, early.append)
     status = 0
@@ -164,6 +165,14 @@ async def _run_engine(config: C, sockets: LocalSockets, make: Callable[[C, Host]
     finally:
         await host.close()
     return status
+
+
+def _end_on_defect(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An event whose callback raised is lost, and with it perhaps a hand-over's end: better no engine than one that
+    waits for ever. Its front answers for it."""
+    log.critical("%s", context["message"], exc_info=context.get("exception"))
+    logging.shutdown()
+    os._exit(1)
 
 
 def advertised_host(configured: str, bind_host: str, peers: list[str]) -> str:

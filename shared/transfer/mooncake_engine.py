@@ -52,6 +52,7 @@ class _Part:
     """A stretch of a batch: the library's ids of all blocks but the last (0: there are none, or they are done), and
     of the last."""
 
+    session: str
     body: int
     last: int
     blocks: int
@@ -64,23 +65,24 @@ class MooncakeEngine:
 
     def __init__(self, advertise_host: str, protocol: Protocol = "tcp") -> None:
         library = _load(protocol)
-        with _making:
-            before = {port for port, _ in _listening()}
-            self._engine = library()
-            code = self._engine.initialize(advertise_host, "P2PHANDSHAKE", protocol, "")
-            self._listeners = [os.dup(fd) for port, fd in _listening() if port not in before]
-        if code != 0:
-            self.retire()
-            raise TransferFailed(f"Mooncake cannot start an engine for host {advertise_host!r}: it says {code}")
-        self._port: int = self._engine.get_rpc_port()
-        self.session = f"{advertise_host}:{self._port}"
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._in_order: list[int] = []
         self._batches: dict[Batch, list[_Part]] = {}
         self._moving: deque[_Part] = deque()
+        self._stalled: set[str] = set()
         self._ids = count(1)
         self._stall_s = float(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"]) + 0.5
+        with _making:
+            before = {port for port, _ in _listening()}
+            self._engine = library()
+            code = self._engine.initialize(advertise_host, "P2PHANDSHAKE", protocol, "")
+            self._listeners = [os.dup(fd) for port, fd in _listening() if port not in before]
+        self._port: int = 0 if code else self._engine.get_rpc_port()  # asking an engine that did not start is fatal
+        self.session = f"{advertise_host}:{self._port}"
+        if code != 0:
+            self.retire()
+            raise TransferFailed(f"Mooncake cannot start an engine for host {advertise_host!r}: it says {code}")
 
     @staticmethod
     def require(protocol: Protocol = "tcp") -> None:
@@ -101,6 +103,8 @@ class MooncakeEngine:
     def submit(self, session: str, blocks: Blocks) -> Batch:
         self._alive()
         self._check(blocks)
+        if session in self._stalled:
+            raise TransferFailed(f"{session} has stalled, and what it was sent is still queued: retire this engine")
         src, dst, length = blocks.src.tolist(), blocks.dst.tolist(), blocks.length.tolist()
         parts = []
         for start in range(0, len(src), PART_BLOCKS):
@@ -164,7 +168,7 @@ class MooncakeEngine:
             last = self._engine.transfer_submit_write(session, src[-1], dst[-1], length[-1])
         if not last:
             raise TransferFailed(f"Mooncake refused {len(src)} blocks to {session}: is that engine still there?")
-        part = _Part(body if len(src) > 1 else 0, last, len(src))
+        part = _Part(session, body if len(src) > 1 else 0, last, len(src))
         self._moving.append(part)
         return part
 
@@ -187,6 +191,8 @@ class MooncakeEngine:
             self._finish_body(part)
         if part.ok is None:
             part.ok = state == 1
+        if state == 0:
+            self._stalled.add(part.session)
         self._moving.remove(part)
 
     def _finish_body(self, part: _Part) -> None:

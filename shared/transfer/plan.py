@@ -13,6 +13,7 @@ from shared.transfer.engine import Blocks
 Pages = npt.NDArray[np.int32]
 
 _SHOWN = 8
+_MAX_ADDRESS = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Regio
     another size, DestinationRefused where a run leaves a region.
     """
     by_layer = {(r.component, r.layer): r for r in destination}
+    src_span, dst_span = _span(runs.src, runs.length), _span(runs.dst, runs.length)
     pairs = []
     for src in source:
         dst = by_layer.get((src.component, src.layer))
@@ -70,8 +72,8 @@ def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Regio
             raise LayoutMismatch(
                 f"{src.component} layer {src.layer}: expected items of {src.item_bytes} bytes, destination has {got}"
             )
-        _check_bounds("source", src, runs.src, runs.length)
-        _check_bounds("destination", dst, runs.dst, runs.length)
+        _check_bounds("source", src, src_span)
+        _check_bounds("destination", dst, dst_span)
         pairs.append((src.base, dst.base, src.item_bytes))
     bases = np.array(pairs, np.int64).reshape(-1, 3)
     item = bases[:, 2:]
@@ -88,11 +90,21 @@ def row_block(source: Region, src_row: int, destination: Region, dst_row: int) -
     return blocks_for(run, [source], [destination])
 
 
-def _check_bounds(side: str, region: Region, first: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
-    if len(first) and (first.min() < 0 or int((first + length).max()) > region.items):
+def _span(first: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """(smallest item, one past the largest)."""
+    return (int(first.min()), int((first + length).max())) if len(first) else (0, 0)
+
+
+def _check_bounds(side: str, region: Region, span: tuple[int, int]) -> None:
+    if span[0] < 0 or span[1] > region.items:
         raise DestinationRefused(
             f"{side} {region.component} layer {region.layer} has items 0 … {region.items - 1}, "
-            f"asked for {first.min()} … {int((first + length).max()) - 1}"
+            f"asked for {span[0]} … {span[1] - 1}"
+        )
+    if not 0 < region.base < _MAX_ADDRESS - region.items * region.item_bytes:
+        raise DestinationRefused(
+            f"{side} {region.component} layer {region.layer}: {region.items} items of {region.item_bytes} bytes from "
+            f"{region.base:#x} on are no range of addresses"
         )
 
 

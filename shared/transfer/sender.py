@@ -83,10 +83,7 @@ class PeerSender:
 
     def _send(self, batches: Sequence[Blocks]) -> SendResult:
         if self._engine is None:
-            engine = self._make_engine()
-            for base, length_bytes in self._sources:
-                engine.register(base, length_bytes)
-            self._engine = engine
+            self._engine = open_engine(self._make_engine, self._sources)
         started_s = time.monotonic()
         for blocks in batches:
             self._engine.wait(self._engine.submit(self._session, blocks))
@@ -96,6 +93,18 @@ class PeerSender:
         if self._engine is not None:
             self._engine.retire()
             self._engine = None
+
+
+def open_engine(make: Callable[[], TransferEngine], memory: Sequence[tuple[int, int]]) -> TransferEngine:
+    """An engine with all of ``memory``, (address, bytes) each, registered; or none (S39). Raises TransferFailed."""
+    engine = make()
+    try:
+        for base, length_bytes in memory:
+            engine.register(base, length_bytes)
+    except BaseException:
+        engine.retire()
+        raise
+    return engine
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:

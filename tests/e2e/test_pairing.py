@@ -125,6 +125,21 @@ async def test_s45_other_weights_of_the_same_shape_are_refused(forks: Forks, tmp
         assert "layers" not in answer["error"]["message"]
 
 
+async def test_a3_the_longest_prompt_that_prefill_takes_and_the_next(forks: Forks, tmp_path: Path, tiny: Path) -> None:
+    async with AsyncExitStack() as stack:
+        smaller, larger = ("--max-model-len", "65"), ("--max-model-len", "128")
+        name = ("--served-model-name", "m")
+        pair = await start_pair(stack, forks, tmp_path, tiny, *name, prefill_flags=smaller, decode_flags=larger)
+        body = {"model": "m", "max_tokens": 1}
+        status, _ = await pair.client.post("/v1/completions", {**body, "prompt": [1] * 64})
+        assert status == 200
+        for excess in (1, 50):
+            status, answer = await pair.client.post("/v1/completions", {**body, "prompt": [1] * (64 + excess)})
+            assert (status, answer["error"]["code"]) == (400, "prefill_capacity_exceeded")
+            assert f"{64 + excess} tokens; the largest prefill service takes 64" in answer["error"]["message"]
+        await pair.check_books()
+
+
 async def test_without_a_prefill_the_answer_is_503_at_once(forks: Forks, tmp_path: Path, tiny: Path) -> None:
     async with AsyncExitStack() as stack:
         flags = ["--model", str(tiny), *COMMON, "--prefill", "127.0.0.1:1", "--served-model-name", "m"]

@@ -68,6 +68,18 @@ def test_a_target_that_is_not_registered_fails_and_stays_as_it_is(make: MakeEngi
     assert not target.any()
 
 
+def test_one_bad_block_fails_its_batch_wherever_it_stands(make: MakeEngine) -> None:
+    source, target = memory(4096, seed=3), memory(8192)
+    sender, receiver = joined(make, source, target)
+    good = [(0, GUARD, 100), (100, GUARD + 100, 100), (200, GUARD + 200, 100)]
+    for at in range(4):
+        ranges = [*good[:at], (0, 8192 - GUARD, 8), *good[at:]]
+        batch = sender.submit(receiver.session, blocks(source, target.ctypes.data, ranges))
+        with pytest.raises(TransferFailed):
+            sender.wait(batch)
+    assert not target[-GUARD:].any()
+
+
 def test_a_session_that_is_not_there_fails(make: MakeEngine) -> None:
     source, target = memory(4096, seed=3), memory(8192)
     sender, receiver = joined(make, source, target)

@@ -84,6 +84,13 @@ def test_nothing_leaves_a_region(source: list[int], destination: list[int], side
         blocks_for(run, regions(1_000_000), regions(2_000_000))
 
 
+@pytest.mark.parametrize("base", [0, -8, 2**63 - 900, 2**64 - 1])
+def test_a_destination_that_is_no_range_of_addresses_is_refused(base: int) -> None:
+    run = runs_of(ids(0), ids(0))
+    with pytest.raises(DestinationRefused, match="no range of addresses"):
+        blocks_for(run, regions(1_000_000, layers=1), [Region("kv", 0, base, 10, 100)])
+
+
 def test_a_metadata_row_is_a_batch_of_its_own() -> None:
     blocks = row_block(Region("meta", 0, 500, 64, 4), 3, Region("meta", 0, 9_000, 64, 8), 5)
     assert (blocks.src.tolist(), blocks.dst.tolist(), blocks.length.tolist()) == ([692], [9_320], [64])

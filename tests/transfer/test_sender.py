@@ -11,7 +11,7 @@ from shared.errors import TransferFailed
 from shared.transfer.engine import TransferEngine
 from shared.transfer.memory_engine import MemoryEngine, MemoryNetwork
 from shared.transfer.mooncake_engine import MooncakeEngine
-from shared.transfer.sender import PeerSender
+from shared.transfer.sender import PeerSender, open_engine
 from tests.transfer.conftest import MakeEngine
 from tests.transfer.test_contract import Bytes, blocks, memory
 
@@ -151,3 +151,19 @@ async def test_an_engine_that_cannot_be_made_fails_the_job_not_the_worker() -> N
     finally:
         await sender.close()
         receiver.retire()
+
+
+def test_an_engine_whose_memory_cannot_all_be_registered_is_retired(make: MakeEngine) -> None:
+    source = memory(4096, seed=1)
+    made: list[TransferEngine] = []
+
+    def one() -> TransferEngine:
+        made.append(make())
+        return made[-1]
+
+    base = source.ctypes.data
+    with pytest.raises(TransferFailed):
+        open_engine(one, [(base, 2048), (base, 2048)])
+    with pytest.raises(ValueError, match="retired"):
+        made[0].register(base, 2048)
+    open_engine(one, [(base, 2048), (base + 2048, 2048)])
