@@ -38,6 +38,7 @@ from shared.protocol.machine import RequestState
 from shared.runtime.runner import DecodeBatch
 from shared.transfer.engine import TransferEngine
 from shared.transfer.mooncake_engine import MooncakeEngine
+from shared.transfer.sender import open_engine
 
 log = logging.getLogger(__name__)
 REFUSAL_LOG_S = 60.0
@@ -199,10 +200,9 @@ class DecodeEngine:
         self._tick()
 
     def _make_session(self) -> TransferEngine:
-        engine = MooncakeEngine(self._advertise)
-        for region in [*self._runtime.pool.regions(), self._intake.slots.region()]:
-            engine.register(region.base, region.item_bytes * region.items)
-        return engine
+        regions = [*self._runtime.pool.regions(), self._intake.slots.region()]
+        memory = [(r.base, r.item_bytes * r.items) for r in regions]
+        return open_engine(lambda: MooncakeEngine(self._advertise), memory)
 
     async def _fence(self, effect: Fence) -> None:
         started_s = self._host.now_s()

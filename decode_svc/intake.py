@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from decode_svc.effects import Effect, Ended, Outcome, Prebuild, Send
-from decode_svc.peers import Peer, PeerBook
+from decode_svc.peers import Peer, PeerBook, PeerState
 from decode_svc.records import Counts, Lease, Request
 from shared.errors import HandoffError, IntegrityError, Unavailable
 from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
@@ -171,6 +171,8 @@ class Intake:
             peer = self.peers.find(message.epoch)
             return [] if peer is None or isinstance(message, m.AbortAck) else [self._ack(peer.address, message)]
         match message:
+            case m.Failed(clean=False) | m.AbortAck(clean=False) if lease.state is not LeaseState.OWNED:
+                return self._on_unclean_end(lease, message, now_s)
             case m.Completed() if lease.state is LeaseState.EXPOSED:
                 return self._commit(lease, self._request_of(lease), message, now_s)
             case m.Failed(reason=reason, code=code, retryable=retryable) if lease.state is LeaseState.EXPOSED:
@@ -180,6 +182,15 @@ class Intake:
                 return effects + self._lose_attempt(request, error, retryable, now_s) + self.admit(now_s)
             case _:
                 return self._lease_event(lease, LeaseEvent.STOPPED, now_s) + self.admit(now_s)
+
+    def _on_unclean_end(self, lease: Lease, message: m.Failed | m.AbortAck, now_s: float) -> list[Effect]:
+        """The writer stopped after a failed write, which proves nothing here: its session is fenced (S66)."""
+        effects = [self._ack(lease.peer, message)] if isinstance(message, m.Failed) else []
+        peer = self.peers.peers[lease.peer]
+        if peer.registration == lease.registration and peer.state is PeerState.REGISTERED:
+            why = message.reason if isinstance(message, m.Failed) else "a transfer failed"
+            return effects + self._lose_peers([peer], f"prefill: {why}", now_s)
+        return effects
 
     def _commit(self, lease: Lease, request: Request, message: m.Completed, now_s: float) -> list[Effect]:
         """S67: only a completion that proves exactly what was asked for commits; any other fails the attempt."""
@@ -379,7 +390,7 @@ class Intake:
             reason=lease.reason,
         )
 
-    def _ack(self, address: PeerAddress, message: m.Completed | m.Failed) -> Send:
+    def _ack(self, address: PeerAddress, message: m.Completed | m.Failed) -> Effect:
         return Send(address, m.Ack(self._epoch, message.epoch, message.room, message.ticket))
 
 

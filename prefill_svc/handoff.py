@@ -134,10 +134,11 @@ class Handoff:
         key = m.key_to_prefill(message)
         if sender := self.senders.get(key):
             return self._event(sender, SenderEvent.ABORT)
-        for peer in self.peers.peers.values():
-            if peer.epoch == message.epoch:
-                peer.retired.add(message.ticket)
-        return [Send(message.reply_to, m.AbortAck(self._epoch, message.epoch, message.room, message.ticket))]
+        peer = self.peers.find(message.epoch, message.registration)
+        if peer is not None:
+            peer.retired.add(message.ticket)
+        clean = peer is not None and not peer.dirty
+        return [Send(message.reply_to, m.AbortAck(self._epoch, message.epoch, message.room, message.ticket, clean))]
 
     def _on_ack(self, message: m.Ack) -> list[Effect]:
         sender = self.senders.get(m.key_to_prefill(message))
@@ -233,6 +234,7 @@ class Handoff:
         """The transfer says that it failed: bytes of it may still be moving."""
         sender = self.senders[key]
         self.counts.transfer_failures += 1
+        sender.peer.dirty = True
         sender.result = self._failed(sender, f"the transfer failed: {error}", "transfer_failed", True)
         return self._event(sender, SenderEvent.WRITE_FAILED)
 
@@ -294,7 +296,7 @@ class Handoff:
                     effects.append(Send(sender.peer.address, sender.result))
                 case Do.SEND_ABORT_ACK:
                     key = sender.key
-                    ack = m.AbortAck(self._epoch, key.decode_epoch, key.room, key.ticket)
+                    ack = m.AbortAck(self._epoch, key.decode_epoch, key.room, key.ticket, not sender.peer.dirty)
                     effects.append(Send(sender.peer.address, ack))
                 case _:
                     raise AssertionError(do)
@@ -364,7 +366,8 @@ class Handoff:
 
     def _failed(self, sender: Sender, reason: str, code: str, retryable: bool) -> m.Failed:
         key = sender.key
-        return m.Failed(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable)
+        clean = not sender.peer.dirty
+        return m.Failed(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable, clean)
 
     def _lose(self, peers: list[DecodePeer]) -> list[Effect]:
         """A registration is replaced or silent: nothing new for it, and what runs ends as if it were aborted."""

@@ -65,6 +65,8 @@ class DecodePeer:
     last_seen_s: float
     retired: Retired = field(default_factory=Retired)
     gone: bool = False
+    dirty: bool = False
+    """A write through this session has failed; stays so until decode registers a fresh one."""
     suspect_until_s: float = float("-inf")
 
     @property

@@ -5,7 +5,9 @@ Rules that the tables encode; the tests name them, the random walk tries to brea
 1. A request (decode) has exactly one ending: the one transition into DONE or FAILED carries END, and nothing leaves
    those states.
 2. A lease (decode) is freed only on proof: it was never announced, its owner is done with it, its writer says that it
-   has stopped, or decode fenced the writer's session. Giving up, a time-out or a lost peer only quarantine it (S66).
+   has stopped and that no write through the session ever failed, or decode fenced the session. Giving up, a time-out
+   or a lost peer only quarantine it (S66); so does a writer that stopped after a failure, whose bytes may still lie in
+   this side's socket buffers.
 3. A lease and the request that it was made for part when an attempt fails: the request may go on with a fresh lease
    while the old one waits for its proof.
 4. A sender (prefill) frees its pages only when neither a forward nor a transfer touches them. A failed write has not
@@ -74,7 +76,7 @@ class LeaseState(Enum):
 class LeaseEvent(Enum):
     ANNOUNCE = "announce"
     PROVE = "completion proves coverage"
-    STOPPED = "writer says it stopped"
+    STOPPED = "writer stopped cleanly"
     ABANDON = "give up"
     REPEAT = "abort timer"
     FENCED = "session fenced"

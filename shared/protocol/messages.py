@@ -179,20 +179,26 @@ class Completed(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The attempt ended without a result, and nothing writes for it any more."""
+    """The attempt ended without a result, and this side writes for it no more. ``clean``: see AbortAck."""
 
     room: Room
     ticket: Ticket
     reason: str
     code: str
     retryable: bool
+    clean: bool
 
 
 class AbortAck(Message, frozen=True):
-    """Nothing writes for this attempt any more, nor ever will."""
+    """This side does not write for this attempt any more, nor ever will.
+
+    ``clean``: no write through this registration's session has failed, so nothing of it can be under way either. A
+    failed write's bytes may lie in the receiver's own socket buffers, where only the receiver can end them.
+    """
 
     room: Room
     ticket: Ticket
+    clean: bool
 
 
 # both ways

@@ -6,8 +6,9 @@ except through an executor: ``wait`` and ``retire`` block.
 
 Rules that callers rely on:
 - ``wait`` returns only when every byte of the batch is visible to the target process.
-- After ``TransferFailed`` bytes may still be read from the source and written to the target. Only ``retire`` of the
-  sending engine ends that; until it returns neither side may reuse the pages.
+- After ``TransferFailed`` bytes may still be read from the source and written to the target. ``retire`` of the sending
+  engine ends the reading, so that the source's pages are free; bytes that have left it may lie in the receiver's socket
+  buffers and land later. Only ``retire`` of the receiving engine ends that.
 - ``retire`` of a *receiving* engine ends every write through its session, whoever sends it, and returns when no
   further byte can land.
 """

@@ -173,8 +173,8 @@ def test_s29_s30_one_abort_per_attempt_repeated_until_answered() -> None:
         count += len(messages(list(rig.intake.tick(rig.now_s)), m.Abort))
     assert count == 5
     assert rig.intake.counts.aborts == 1
-    rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1)))
-    rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1)))
+    rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1), clean=True))
+    rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1), clean=True))
     assert not rig.intake.leases
 
 
@@ -185,8 +185,8 @@ def test_s66_quarantine_ends_by_the_writers_word_for_that_attempt(answer: str) -
     rig.cancel("r")
     assert (rig.pages.quarantined_pages, rig.pages.free_pages, rig.slots.free_slots) == (2, 13, 2)
     proofs: dict[str, m.ToDecode] = {
-        "AbortAck": m.AbortAck(P0, ME, Room(1), Ticket(1)),
-        "Failed": m.Failed(P0, ME, Room(1), Ticket(1), "x", "x", True),
+        "AbortAck": m.AbortAck(P0, ME, Room(1), Ticket(1), clean=True),
+        "Failed": m.Failed(P0, ME, Room(1), Ticket(1), "x", "x", True, clean=True),
         "Completed": rig.completed(1),
     }
     rig.take(proofs[answer])
@@ -211,11 +211,11 @@ def test_s66_time_alone_frees_nothing_and_a_fence_does() -> None:
 def test_s66_a_retry_takes_a_fresh_lease_and_slot_on_another_peer() -> None:
     rig = Rig(P0, P1)
     rig.submit("r")
-    effects = rig.take(m.Failed(P0, ME, Room(1), Ticket(1), "x", "transfer_failed", True))
+    effects = rig.take(m.Failed(P0, ME, Room(1), Ticket(1), "x", "transfer_failed", True, clean=True))
     (again,) = messages(effects, m.Prefill)
     assert isinstance(again, m.Prefill)
     assert (again.room, again.ticket, again.to_epoch) == (1, 2, P1)
-    effects = rig.take(m.Failed(P1, ME, Room(1), Ticket(2), "x", "transfer_failed", True))
+    effects = rig.take(m.Failed(P1, ME, Room(1), Ticket(2), "x", "transfer_failed", True, clean=True))
     assert endings(effects) == [("failed", "transfer_failed")]
     assert rig.pages.free_pages == 15
 
@@ -223,7 +223,7 @@ def test_s66_a_retry_takes_a_fresh_lease_and_slot_on_another_peer() -> None:
 def test_a_failure_that_a_retry_cannot_mend_is_not_retried() -> None:
     rig = Rig(P0, P1)
     rig.submit("r")
-    effects = rig.take(m.Failed(P0, ME, Room(1), Ticket(1), "x", "capacity", False))
+    effects = rig.take(m.Failed(P0, ME, Room(1), Ticket(1), "x", "capacity", False, clean=True))
     assert endings(effects) == [("failed", "capacity")]
 
 
@@ -304,3 +304,20 @@ def test_a_refused_request_has_its_one_ending_too() -> None:
         ("failed", "shutting_down")
     ]
     rig.intake.check_integrity()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_s66_a_writer_that_stopped_after_a_failure_proves_nothing_until_its_session_is_fenced(cancelled: bool) -> None:
+    """Its bytes may lie in our own socket buffers."""
+    rig = Rig(P0)
+    rig.submit("r")
+    answer: m.ToDecode = m.Failed(P0, ME, Room(1), Ticket(1), "x", "transfer_failed", True, clean=False)
+    if cancelled:
+        rig.cancel("r")
+        answer = m.AbortAck(P0, ME, Room(1), Ticket(1), clean=False)
+    effects = rig.take(answer)
+    assert Fence(FIRST, 1) in effects
+    assert rig.pages.quarantined_pages == 2
+    assert Fence(FIRST, 1) not in rig.take(answer)
+    rig.intake.fenced(FIRST, 1, rig.now_s)
+    assert rig.pages.quarantined_pages == 0

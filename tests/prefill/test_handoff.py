@@ -192,8 +192,17 @@ def test_s66_a_failed_write_is_drained_before_its_pages_are_free() -> None:
     assert rig.pages.free_pages == 9
     (failed,) = sent(list(rig.handoff.drained(rig.key(1), 101.0)), m.Failed)
     assert isinstance(failed, m.Failed)
-    assert (failed.code, failed.retryable) == ("transfer_failed", True)
+    assert (failed.code, failed.retryable, failed.clean) == ("transfer_failed", True, False)
     assert rig.pages.free_pages == 11
+    for ticket in (1, 1, 99):  # whatever is asked of this registration from here on
+        (ack,) = sent(rig.abort(ticket), m.AbortAck)
+        assert isinstance(ack, m.AbortAck)
+        assert not ack.clean
+    rig.take(register(registration=2))
+    fresh = m.Abort(DECODE, ME, REPLY, 2, Room(9), Ticket(100), "x")
+    (ack,) = sent(rig.take(fresh), m.AbortAck)
+    assert isinstance(ack, m.AbortAck)
+    assert ack.clean
 
 
 def test_s30_a_result_is_repeated_until_it_is_acknowledged() -> None:

@@ -73,6 +73,8 @@ class Job:
     batches: list[Blocks]
     landed: int = 0
     reported: bool = False
+    drained: bool = False
+    """Its sending engine is retired; what was under way may still lie in the receiver's socket buffers."""
 
     def blocks(self) -> list[tuple[int, int, int]]:
         return [(int(b.src[i]), int(b.dst[i]), int(b.length[i])) for b in self.batches for i in range(len(b.length))]
@@ -229,5 +231,7 @@ class PrefillNode:
         self.do(self.handoff.computed(samples, self.world.now_s))
 
     def _drain(self, sender: p.SenderId, key: AttemptKey) -> None:
-        self.world.jobs = [j for j in self.world.jobs if not (j.node is self and j.sender == sender and j.reported)]
+        for job in self.world.jobs:
+            if job.node is self and job.sender == sender and job.reported:
+                job.drained = True
         self.do(self.handoff.drained(key, self.world.now_s))

@@ -61,6 +61,22 @@ def failed_write_counts_as_stopped(patch: Patch) -> None:
     """The engine's -1 is taken for proof: no drain."""
     announced = (SenderState.ANNOUNCED, Do.FREE, Do.SEND_RESULT)
     _rewrite(patch, SENDER, SenderState.WRITING, SenderEvent.WRITE_FAILED, *announced)
+    _say_clean(patch)
+
+
+def drain_counts_as_proof(patch: Patch) -> None:
+    """Once its sending engine is retired, a failed write is taken to be over on the receiver's side too."""
+    _say_clean(patch)
+
+
+def _say_clean(patch: Patch) -> None:
+    real = Handoff._failed
+
+    def failed(self: Handoff, sender: Any, *rest: Any) -> Any:
+        sender.peer.dirty = False
+        return real(self, sender, *rest)
+
+    patch.setattr(Handoff, "_failed", failed)
 
 
 def abort_answered_while_writing(patch: Patch) -> None:
@@ -70,7 +86,7 @@ def abort_answered_while_writing(patch: Patch) -> None:
     def event(self: Handoff, sender: Any, what: SenderEvent, **rest: Any) -> Any:
         effects = real(self, sender, what, **rest)
         if what is SenderEvent.ABORT and sender.state is SenderState.ABORTING:
-            ack = m.AbortAck(self._epoch, sender.key.decode_epoch, sender.key.room, sender.key.ticket)
+            ack = m.AbortAck(self._epoch, sender.key.decode_epoch, sender.key.room, sender.key.ticket, clean=True)
             effects.append(p.Send(sender.peer.address, ack))
         return effects
 
@@ -235,6 +251,7 @@ DEFECTS: dict[Plant, str] = {
     quarantine_ends_by_time: WRITTEN,
     lost_ack: "not at rest",
     failed_write_counts_as_stopped: WRITTEN,
+    drain_counts_as_proof: WRITTEN,
     abort_answered_while_writing: WRITTEN,
     completed_before_written: NO_ROW,
     missing_layer: FOREIGN,
@@ -242,7 +259,7 @@ DEFECTS: dict[Plant, str] = {
     destination_not_by_position: FOREIGN,
     coverage_not_checked: NO_ROW,
     old_attempt_accepted: "cannot happen in state 'free'",
-    late_prefill_starts: f"{WRITTEN}|{FOREIGN}",
+    late_prefill_starts: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
     fence_skipped: f"{WRITTEN}|{FOREIGN}",
     double_finish: "more than one ending",
     slot_freed_at_commit: "no slot before its prebuilt step",

@@ -107,7 +107,8 @@ class World:
         job.landed = min(len(blocks), job.landed + count)
 
     def finish_job(self, job: Job, ok: bool) -> None:
-        """Report to its node: success lands everything first; failure leaves the rest to land later, or never."""
+        """Report to its node: success lands everything first; failure leaves the rest to land later, or never, until
+        the receiver retires the session."""
         if ok and job.session in self.live_sessions:
             self.land(job, len(job.blocks()))
             self.jobs.remove(job)
@@ -187,7 +188,8 @@ class World:
         dead = self.nodes.get(job.node.address) is not job.node
         if dead or job.reported:
             self.land(job, self.random.randint(0, 3))
-            if dead and (job.landed == len(job.blocks()) or self.random.random() < 0.1):
+            over = dead or job.drained
+            if over and (job.landed == len(job.blocks()) or self.random.random() < 0.1):
                 self.jobs.remove(job)
         elif not job.node.frozen and self._first_of_sender(job):
             fate = self.random.random()
@@ -198,7 +200,7 @@ class World:
 
     def _first_of_sender(self, job: Job) -> bool:
         """A worker writes one attempt after the other, and nothing while its engine awaits retirement."""
-        mine = [j for j in self.jobs if j.node is job.node and j.sender == job.sender]
+        mine = [j for j in self.jobs if j.node is job.node and j.sender == job.sender and not j.drained]
         return mine[0] is job
 
     def _background(self) -> None:
