@@ -4,7 +4,6 @@ Hand-over sentence: a registration names one receive session; its sending worker
 and is closed when the registration is gone and its last attempt has ended.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from prefill_svc.effects import CloseSender, Effect, OpenSender, Send, SenderId
@@ -36,17 +35,17 @@ MAX_PEERS = 64
 
 
 class Retired:
-    """Tickets that have ended, or were aborted before they came (S31). Flat in memory: beyond ``RETIRED_KEPT`` the
-    smallest is forgotten and everything up to it counts as retired, which is safe because tickets only rise."""
+    """Tickets that have ended, or were aborted before they came (S31). Flat in memory: beyond ``RETIRED_KEPT`` the one
+    retired first is forgotten and everything up to it counts as retired, which is safe because tickets only rise."""
 
     def __init__(self) -> None:
-        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
+        self._tickets: dict[Ticket, None] = {}
         self.watermark = 0
 
     def add(self, ticket: Ticket) -> None:
         self._tickets[ticket] = None
         if len(self._tickets) > RETIRED_KEPT:
-            oldest = min(list(self._tickets)[: RETIRED_KEPT // 2])
+            oldest = next(iter(self._tickets))
             del self._tickets[oldest]
             self.watermark = max(self.watermark, oldest)
 

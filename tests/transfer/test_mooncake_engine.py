@@ -51,7 +51,7 @@ def test_a_library_that_cannot_be_loaded_says_what_to_install(
         MooncakeEngine("127.0.0.1")
 
 
-def test_a_library_without_the_asynchronous_calls_is_named_with_the_version_that_has_them(
+def test_s16_a_library_without_the_asynchronous_calls_is_named_with_the_version_that_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = SimpleNamespace(batch_transfer_async_write=None, transfer_submit_write=None, transfer_check_status=None)

@@ -153,7 +153,7 @@ async def test_an_engine_that_cannot_be_made_fails_the_job_not_the_worker() -> N
         receiver.retire()
 
 
-def test_an_engine_whose_memory_cannot_all_be_registered_is_retired(make: MakeEngine) -> None:
+def test_s39_an_engine_whose_memory_cannot_all_be_registered_is_retired(make: MakeEngine) -> None:
     source = memory(4096, seed=1)
     made: list[TransferEngine] = []
 
