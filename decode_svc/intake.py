@@ -175,11 +175,10 @@ class Intake:
                 return self._on_unclean_end(lease, message, now_s)
             case m.Completed() if lease.state is LeaseState.EXPOSED:
                 return self._commit(lease, self._request_of(lease), message, now_s)
-            case m.Failed(reason=reason, code=code, retryable=retryable) if lease.state is LeaseState.EXPOSED:
-                request = self._request_of(lease)
+            case m.Failed() | m.AbortAck() if lease.state is LeaseState.EXPOSED:
+                request, error = self._request_of(lease), _failure(message)
                 effects = self._lease_event(lease, LeaseEvent.STOPPED, now_s)
-                error = EngineError(f"prefill: {reason}", code, 503 if retryable else 500, "prefill_failed", retryable)
-                return effects + self._lose_attempt(request, error, retryable, now_s) + self.admit(now_s)
+                return effects + self._lose_attempt(request, error, now_s) + self.admit(now_s)
             case _:
                 return self._lease_event(lease, LeaseEvent.STOPPED, now_s) + self.admit(now_s)
 
@@ -202,7 +201,7 @@ class Intake:
                 f"the hand-over was not complete: {wrong}", "incomplete_handover", 503, "prefill_failed", True
             )
             effects = self._abandon(lease, wrong, now_s)
-            return effects + self._lose_attempt(request, error, True, now_s) + self.admit(now_s)
+            return effects + self._lose_attempt(request, error, now_s) + self.admit(now_s)
         effects = self._lease_event(lease, LeaseEvent.PROVE, now_s)
         sent = sum(sum(part.bytes_by_component.values()) for part in message.parts)
         request.handover = Handover(lease.peer, request.attempts, sent, now_s - lease.sent_s, message.timings)
@@ -223,7 +222,7 @@ class Intake:
             if lease.missed_beats >= MISSED_BEATS:
                 request = self._request_of(lease)
                 effects += self._abandon(lease, "the prefill service does not know this attempt", now_s)
-                effects += self._lose_attempt(request, _lost("the request was lost on its way to prefill"), True, now_s)
+                effects += self._lose_attempt(request, _lost("the request was lost on its way to prefill"), now_s)
         return effects + self.admit(now_s) if effects else effects
 
     def fenced(self, address: PeerAddress, registration: int, now_s: float) -> list[Effect]:
@@ -273,14 +272,14 @@ class Intake:
             for lease in [x for x in mine if x.state is LeaseState.EXPOSED]:
                 request = self._request_of(lease)
                 effects += self._abandon(lease, why, now_s)
-                effects += self._lose_attempt(request, _lost(why), True, now_s)
+                effects += self._lose_attempt(request, _lost(why), now_s)
         return effects + self.admit(now_s) if effects else effects
 
-    def _lose_attempt(self, request: Request, error: EngineError, retryable: bool, now_s: float) -> list[Effect]:
+    def _lose_attempt(self, request: Request, error: EngineError, now_s: float) -> list[Effect]:
         """Its lease is on its own from here; the request waits for one more attempt, or ends."""
         avoid = request.lease.peer if request.lease else None
         self._detach(request)
-        if retryable and request.attempts < MAX_ATTEMPTS and self.peers.hopeful(now_s):
+        if error.retryable and request.attempts < MAX_ATTEMPTS and self.peers.hopeful(now_s):
             request.state, _ = REQUEST.step(request.state, RequestEvent.LOSE)
             request.avoid = avoid
             self.waiting.appendleft(request)
@@ -392,6 +391,15 @@ class Intake:
 
     def _ack(self, address: PeerAddress, message: m.Completed | m.Failed) -> Effect:
         return Send(address, m.Ack(self._epoch, message.epoch, message.room, message.ticket))
+
+
+def _failure(message: m.Failed | m.AbortAck) -> EngineError:
+    if isinstance(message, m.AbortAck):  # not asked for: it had not heard from us for a while
+        return _lost("the prefill service gave the request up")
+    retryable = message.retryable
+    return EngineError(
+        f"prefill: {message.reason}", message.code, 503 if retryable else 500, "prefill_failed", retryable
+    )
 
 
 def _lost(why: str) -> EngineError:

@@ -321,3 +321,14 @@ def test_s66_a_writer_that_stopped_after_a_failure_proves_nothing_until_its_sess
     assert Fence(FIRST, 1) not in rig.take(answer)
     rig.intake.fenced(FIRST, 1, rig.now_s)
     assert rig.pages.quarantined_pages == 0
+
+
+def test_an_attempt_that_prefill_gave_up_by_itself_is_lost() -> None:
+    """It had not heard from us for a while, and aborted what it did for us."""
+    rig = Rig(P0, P1)
+    rig.submit("r")
+    effects = rig.take(m.AbortAck(P0, ME, Room(1), Ticket(1), clean=True))
+    assert [x.ticket for x in messages(effects, m.Prefill)] == [2]
+    effects = rig.take(m.AbortAck(P1, ME, Room(1), Ticket(2), clean=True))
+    assert endings(effects) == [("failed", "prefill_lost")]
+    assert rig.pages.free_pages == 15

@@ -8,11 +8,26 @@ import pytest
 from tests.walk.world import World
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_page_is_reused_while_written_each_request_ends_once_books_balance(seed: int) -> None:
+def walk(seed: int, steps: int) -> World:
     world = World(seed)
-    for _ in range(1200):
+    for _ in range(steps):
         world.step()
     world.settle()
+    return world
+
+
+FOUND_DEFECTS = (1023, 1030)
+
+
+@pytest.mark.parametrize("seed", [*range(14), *FOUND_DEFECTS])
+def test_no_page_is_reused_while_written_each_request_ends_once_books_balance(seed: int) -> None:
+    """64,000 steps in all."""
+    world = walk(seed, 4000)
     assert world.outcomes["finished"] > 5
     assert world.outcomes["failed"] + world.outcomes["cancelled"] > 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_a_long_walk(seed: int) -> None:
+    walk(seed, 4000)
