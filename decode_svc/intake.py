@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from decode_svc.effects import Effect, Ended, Outcome, Prebuild, Send
+from decode_svc.failures import failure_of, incomplete, lost, shown
 from decode_svc.peers import Peer, PeerBook, PeerState
 from decode_svc.records import Counts, Lease, Request
 from shared.errors import HandoffError, IntegrityError, Unavailable
@@ -176,7 +177,7 @@ class Intake:
             case m.Completed() if lease.state is LeaseState.EXPOSED:
                 return self._commit(lease, self._request_of(lease), message, now_s)
             case m.Failed() | m.AbortAck() if lease.state is LeaseState.EXPOSED:
-                request, error = self._request_of(lease), _failure(message)
+                request, error = self._request_of(lease), failure_of(message)
                 effects = self._lease_event(lease, LeaseEvent.STOPPED, now_s)
                 return effects + self._lose_attempt(request, error, now_s) + self.admit(now_s)
             case _:
@@ -197,9 +198,7 @@ class Intake:
         wrong = check_coverage(message.parts, np.arange(len(lease.pages)), self._page_bytes)
         if wrong:
             self.counts.bad_completions += 1
-            error = EngineError(
-                f"the hand-over was not complete: {wrong}", "incomplete_handover", 503, "prefill_failed", True
-            )
+            error = incomplete(wrong)
             effects = self._abandon(lease, wrong, now_s)
             return effects + self._lose_attempt(request, error, now_s) + self.admit(now_s)
         effects = self._lease_event(lease, LeaseEvent.PROVE, now_s)
@@ -222,7 +221,7 @@ class Intake:
             if lease.missed_beats >= MISSED_BEATS:
                 request = self._request_of(lease)
                 effects += self._abandon(lease, "the prefill service does not know this attempt", now_s)
-                effects += self._lose_attempt(request, _lost("the request was lost on its way to prefill"), now_s)
+                effects += self._lose_attempt(request, lost("the request was lost on its way to prefill"), now_s)
         return effects + self.admit(now_s) if effects else effects
 
     def fenced(self, address: PeerAddress, registration: int, now_s: float) -> list[Effect]:
@@ -264,15 +263,15 @@ class Intake:
 
     # carrying out instructions
 
-    def _lose_peers(self, lost: Iterable[Peer], why: str, now_s: float) -> list[Effect]:
+    def _lose_peers(self, gone: Iterable[Peer], why: str, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        for peer in lost:
+        for peer in gone:
             effects += self.peers.lose(peer)
             mine = [x for x in self.leases.values() if x.registration == peer.registration]
             for lease in [x for x in mine if x.state is LeaseState.EXPOSED]:
                 request = self._request_of(lease)
                 effects += self._abandon(lease, why, now_s)
-                effects += self._lose_attempt(request, _lost(why), now_s)
+                effects += self._lose_attempt(request, lost(why), now_s)
         return effects + self.admit(now_s) if effects else effects
 
     def _lose_attempt(self, request: Request, error: EngineError, now_s: float) -> list[Effect]:
@@ -288,8 +287,7 @@ class Intake:
         return self._end(request, RequestEvent.FAIL, "failed", Output(request.id, [], [], error=error), now_s)
 
     def _fail(self, request: Request, error: HandoffError, now_s: float) -> list[Effect]:
-        shown = EngineError(error.message, error.code, error.http_status, error.type, error.retryable)
-        return self._end(request, RequestEvent.FAIL, "failed", Output(request.id, [], [], error=shown), now_s)
+        return self._end(request, RequestEvent.FAIL, "failed", Output(request.id, [], [], error=shown(error)), now_s)
 
     def _end(
         self, request: Request, event: RequestEvent, outcome: Outcome, output: Output | None, now_s: float
@@ -391,16 +389,3 @@ class Intake:
 
     def _ack(self, address: PeerAddress, message: m.Completed | m.Failed) -> Effect:
         return Send(address, m.Ack(self._epoch, message.epoch, message.room, message.ticket))
-
-
-def _failure(message: m.Failed | m.AbortAck) -> EngineError:
-    if isinstance(message, m.AbortAck):  # not asked for: it had not heard from us for a while
-        return _lost("the prefill service gave the request up")
-    retryable = message.retryable
-    return EngineError(
-        f"prefill: {message.reason}", message.code, 503 if retryable else 500, "prefill_failed", retryable
-    )
-
-
-def _lost(why: str) -> EngineError:
-    return EngineError(why, "prefill_lost", 503, "service_unavailable", True)

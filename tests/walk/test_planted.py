@@ -258,7 +258,7 @@ DEFECTS: dict[Plant, str] = {
     truncated_page_list: FOREIGN,
     destination_not_by_position: FOREIGN,
     coverage_not_checked: NO_ROW,
-    old_attempt_accepted: "cannot happen in state 'free'",
+    old_attempt_accepted: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
     late_prefill_starts: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
     fence_skipped: f"{WRITTEN}|{FOREIGN}",
     double_finish: "more than one ending",
