@@ -158,8 +158,8 @@ class Intake:
                 self.peers.on_registered(message, now_s)
                 return self.admit(now_s)
             case m.Refused():
-                lost = self.peers.on_refused(message, now_s)
-                return self._lose_peers(lost, "the prefill service was restarted or gave us up", now_s)
+                gone = self.peers.on_refused(message, now_s)
+                return self._lose_peers(gone, "the prefill service was restarted or gave us up", now_s)
             case m.Heartbeat():
                 return self._on_heartbeat(message, now_s)
             case m.Completed() | m.Failed() | m.AbortAck():

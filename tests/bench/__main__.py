@@ -1,0 +1,75 @@
+"""``make bench``: tables of what this machine does, the last line JSON. Figures are reported, never asserted."""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PARTS = ("goodput", "serving")
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
+    return {
+        "cpu": (names or [platform.processor()])[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "flags": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in info.split()],
+        "torch": torch.__version__,
+    }
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    names = list(rows[0])
+    widths = [max(len(n), *(len(str(r[n])) for r in rows)) for n in names]
+    for cells in (names, *([str(r[n]) for n in names] for r in rows)):
+        print("  " + "  ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="goodput,serving")
+    parser.add_argument("--dtypes", default="float32", help="float32,bfloat16: each is a run of the serving part")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads of each engine"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=24, help="requests a round at concurrency 8; a sixth of it at 1"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine()}
+    print(result["machine"])
+    if "goodput" in options.parts:
+        from tests.bench import goodput
+
+        result["goodput"] = goodput.run()
+        table("Bytes between two processes (GB/s, medians)", result["goodput"])
+    if "serving" in options.parts:
+        from tests.bench import serving
+
+        result["serving"] = []
+        for dtype in options.dtypes.split(","):
+            counts = {1: max(1, options.requests // 6), 8: options.requests}
+            with tempfile.TemporaryDirectory() as folder:
+                found = asyncio.run(serving.run(dtype, options.threads, counts, options.rounds, Path(folder)))
+            result["serving"].append(found)
+            table(f"Hand-over of a 512-token prompt, {dtype}", [found["handover"]])
+            for concurrency in counts:
+                at = found[f"c{concurrency}"]
+                rows = [{"": side, **at[side]} for side in ("pair", "bare")]
+                table(f"512 in, 64 out, {dtype}, concurrency {concurrency}, {at['requests']} requests a round", rows)
+                print(f"  tokens/s pair to bare {at['tok_s_ratio']}, time to first token {at['ttft_ratio']}")
+    print()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
