@@ -1,10 +1,12 @@
 """A service's front process, from its configuration to its exit: starts the engine, serves HTTP, drains, reaps."""
 
 import asyncio
+import fcntl
 import logging
+import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -26,6 +28,7 @@ from shared.signal.zmq_channel import open_channel
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ServiceConfig)
 
+_PREFIX = "handoff-"
 DRAIN_MARGIN_S = 1.5
 """On top of the grace time: for the last answers to be written and the engine to exit."""
 
@@ -38,7 +41,7 @@ def run_front(
 ) -> int:
     """Returns the exit status. Raises ConfigError for what the operator can mend, the engine's own words included."""
     logs.setup(side, config.log_level)
-    with tempfile.TemporaryDirectory(prefix="handoff-") as folder:
+    with _private_folder() as folder:
         sockets = LocalSockets(f"ipc://{Path(folder, 'front')}", f"ipc://{Path(folder, 'engine')}")
         # before the loop exists, so that a process forked from a preloaded one may fork its engine in turn
         process = EngineProcess.start(engine_main, (config, sockets), method=pick_start_method())
@@ -46,6 +49,19 @@ def run_front(
             return asyncio.run(_front(config, side, process, sockets, make_app))
         finally:
             process.kill()
+
+
+@contextmanager
+def _private_folder() -> Iterator[str]:
+    """For the sockets between front and engine; readable by this user alone. A lock tells it from those that killed
+    fronts left behind, which are removed here."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock"):
+        with suppress(OSError), lock.open() as left:  # another user's, or gone meanwhile
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, Path(folder, "lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        yield folder
 
 
 async def _front(
@@ -81,6 +97,7 @@ async def _front(
 
         async def drain() -> None:
             if client.ready is None:  # still loading, or a start that failed: there is nothing to wait for
+                client.draining = True
                 process.kill()
                 return
             client.drain(config.drain_s)

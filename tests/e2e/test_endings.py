@@ -1,7 +1,9 @@
 """Signals (A30) and sudden death: every request has an ending, and the services say what is true."""
 
 import asyncio
+import shutil
 import signal
+import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.pair import Client, Forks, Pair, Side, start_pair
+from tests.pair import Client, Forks, Pair, Service, Side, start_pair
 
 FLAGS = ("--max-model-len", "512", "--served-model-name", "tiny")
 NOTICE_S = 2.0
@@ -130,6 +132,26 @@ async def test_a_dead_front_ends_its_engine(forks: Forks, tmp_path: Path, tiny: 
             engine = service.engine()
             service.process.kill()
             engine.wait(timeout=3)
+
+
+async def test_what_killed_fronts_left_behind_is_removed_at_the_next_start(
+    forks: Forks, tmp_path: Path, tiny: Path, pair: Pair
+) -> None:
+    """And nothing of a live one: the session's pair still answers."""
+    service = Service(
+        forks, "prefill", ["--model", str(tiny), "--port", "0", "--control-port", "0"], tmp_path / "p.log"
+    )
+    stack = []
+    for _ in range(2):
+        before = set(Path(tempfile.gettempdir()).glob("handoff-*"))
+        service.start().wait_ready()
+        made = set(Path(tempfile.gettempdir()).glob("handoff-*")) - before
+        assert len(made) == 1
+        stack += made
+        service.kill()
+    assert not stack[0].exists()
+    shutil.rmtree(stack[1])
+    assert (await pair.client.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2}))[0] == 200
 
 
 async def other_side_is_alive_and_balanced(pair: Pair, side: Side) -> None:
