@@ -134,23 +134,25 @@ async def test_a_dead_front_ends_its_engine(forks: Forks, tmp_path: Path, tiny: 
             engine.wait(timeout=3)
 
 
+def private_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("handoff-*"))
+
+
 async def test_what_killed_fronts_left_behind_is_removed_at_the_next_start(
     forks: Forks, tmp_path: Path, tiny: Path, pair: Pair
 ) -> None:
     """And nothing of a live one: the session's pair still answers."""
-    service = Service(
-        forks, "prefill", ["--model", str(tiny), "--port", "0", "--control-port", "0"], tmp_path / "p.log"
-    )
-    stack = []
+    flags = ["--model", str(tiny), "--port", "0", "--control-port", "0"]
+    service = Service(forks, "prefill", flags, tmp_path / "p.log")
+    left: list[Path] = []
     for _ in range(2):
-        before = set(Path(tempfile.gettempdir()).glob("handoff-*"))
+        before = private_folders()
         service.start().wait_ready()
-        made = set(Path(tempfile.gettempdir()).glob("handoff-*")) - before
-        assert len(made) == 1
-        stack += made
+        left += private_folders() - before
         service.kill()
-    assert not stack[0].exists()
-    shutil.rmtree(stack[1])
+    assert len(left) == 2
+    assert private_folders() & set(left) == {left[1]}
+    shutil.rmtree(left[1])
     assert (await pair.client.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2}))[0] == 200
 
 
