@@ -7,6 +7,8 @@ owns its source pages and source row until neither a forward nor a transfer touc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from prefill_svc.effects import Drain, Effect, Send, SenderId, Write
 from prefill_svc.peers import DecodePeer, DecodePeers
 from prefill_svc.scheduler import Piece, Waiting, pack
@@ -14,12 +16,15 @@ from shared.errors import DestinationRefused, HandoffError, IntegrityError
 from shared.ids import AttemptKey, Epoch, Ticket
 from shared.kv.layout import Layout, meta_row
 from shared.kv.pages import PageAllocator, Pages
+from shared.kv.placement import destinations, owned
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.machine import SENDER, Do, SenderEvent, SenderState
 from shared.transfer.plan import blocks_for, check_page_count, coverage, row_block, runs_of
 
 REPEAT_S = 1.0
+RANK, RANKS = 0, 1
+"""This engine is all of its prefill service: it owns every page."""
 
 
 @dataclass
@@ -219,9 +224,9 @@ class Handoff:
             exposed_s=now_s - sender.computed_s,
             write_s=write_s,
         )
-        positions = range(self._layout.pages_for(len(sender.tokens)))
+        positions = np.arange(self._layout.pages_for(len(sender.tokens)))
         sender.result = m.Completed(
-            self._epoch, key.decode_epoch, key.room, key.ticket, [coverage(0, positions, self._regions)], timings
+            self._epoch, key.decode_epoch, key.room, key.ticket, [coverage(RANK, positions, self._regions)], timings
         )
         sender.next_repeat_s = now_s + REPEAT_S
         effects = self._event(sender, SenderEvent.WRITTEN)
@@ -310,9 +315,11 @@ class Handoff:
         assert sender.slot is not None
         key = sender.key
         self.slots.rows[sender.slot] = meta_row(key.room, key.ticket, *sample)[0]
-        destination = m.unpack_int32(sender.spec.dst_pages)
-        check_page_count(key.room, 0, sender.pages, destination)
-        kv = blocks_for(runs_of(sender.pages, destination), self._regions, sender.peer.regions[:-1])
+        source, positions = owned(sender.pages, 0, RANK, RANKS)
+        spec = sender.spec
+        destination = destinations(m.unpack_int32(spec.dst_pages), spec.dst_first_position, positions)
+        check_page_count(key.room, RANK, source, destination)
+        kv = blocks_for(runs_of(source, destination), self._regions, sender.peer.regions[:-1])
         row = row_block(self._row_region, sender.slot, sender.peer.regions[-1], sender.spec.slot)
         return Write(sender.peer.sender, key, [kv, row])
 

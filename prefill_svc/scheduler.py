@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.ids import AttemptKey
+from shared.kv.placement import send_range
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,10 @@ def pack(waiting: Iterable[Waiting], budget_tokens: int, page_size: int, max_pie
     pages can be sent whole; a prompt for which not even one page is left in the budget waits."""
     pieces: list[Piece] = []
     for item in waiting:
-        left = item.total - item.done
-        length = min(left, budget_tokens)
-        if length < left:
-            length = (item.done + length) // page_size * page_size - item.done
+        end = min(item.total, item.done + budget_tokens)
+        length = send_range(item.done, end, end == item.total, page_size).end - item.done
         if length <= 0 or len(pieces) == max_pieces:
             break
-        pieces.append(Piece(item.key, item.done, length, length == left))
+        pieces.append(Piece(item.key, item.done, length, item.done + length == item.total))
         budget_tokens -= length
     return pieces
