@@ -4,26 +4,19 @@ The pin below changes with that code. Where a change alters what lies where (lay
 ``SOURCE_CONTRACT`` in ``shared/kv/layout.py`` with it; where it does not, only the pin.
 """
 
-import ast
 import hashlib
 from pathlib import Path
 
 from shared.kv.layout import SOURCE_CONTRACT, Buffer, Layout
 
 FILES = ("shared/kv/layout.py", "shared/kv/placement.py", "shared/transfer/plan.py", "shared/runtime/paged_cache.py")
-PINNED = (1, "e25ff050325d6759")
+PINNED = (1, "4513c658d346bdde")
 
 
 def meaning(path: Path) -> str:
-    """The code without comments, docstrings and layout."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [  # type: ignore[attr-defined]
-                x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
-            ]
-    return ast.dump(tree)
+    """Its lines but blank ones and comments; the same for every Python version."""
+    lines = (line.rstrip() for line in path.read_text().splitlines())
+    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
 
 def test_s45_a_change_of_the_caches_meaning_raises_the_source_contract() -> None:
