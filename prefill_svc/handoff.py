@@ -12,7 +12,7 @@ import numpy as np
 from prefill_svc.effects import Drain, Effect, Send, SenderId, Write
 from prefill_svc.peers import DecodePeer, DecodePeers
 from prefill_svc.scheduler import Piece, Waiting, pack
-from shared.errors import DestinationRefused, HandoffError, IntegrityError
+from shared.errors import DestinationRefused, HandoffError, IntegrityError, MessageError
 from shared.ids import AttemptKey, Epoch, Ticket
 from shared.kv.layout import Layout, meta_row
 from shared.kv.pages import PageAllocator, Pages
@@ -35,6 +35,7 @@ class Sender:
     peer: DecodePeer
     spec: m.Prefill
     tokens: m.Int32s
+    destination: m.Int32s
     arrived_s: float
     deadline_s: float
     state: SenderState = SenderState.QUEUED
@@ -120,9 +121,11 @@ class Handoff:
         if key in self.senders:
             self.counts.refused_messages += 1
             return []
-        sender = Sender(
-            key, peer, message, m.unpack_int32(message.tokens), now_s, now_s + message.remaining_ms / 1000,
-        )  # fmt: skip
+        try:
+            tokens, pages = m.unpack_int32(message.tokens), m.unpack_int32(message.dst_pages)
+        except ValueError as wrong:
+            raise MessageError(f"room {key.room}: {wrong}") from wrong
+        sender = Sender(key, peer, message, tokens, pages, now_s, now_s + message.remaining_ms / 1000)
         if key.ticket in peer.retired:
             self.counts.refused_messages += 1
             return [Send(peer.address, self._failed(sender, "the attempt was aborted or has ended", "stale", True))]
@@ -317,7 +320,7 @@ class Handoff:
         self.slots.rows[sender.slot] = meta_row(key.room, key.ticket, *sample)[0]
         source, positions = owned(sender.pages, 0, RANK, RANKS)
         spec = sender.spec
-        destination = destinations(m.unpack_int32(spec.dst_pages), spec.dst_first_position, positions)
+        destination = destinations(sender.destination, spec.dst_first_position, positions)
         check_page_count(key.room, RANK, source, destination)
         kv = blocks_for(runs_of(source, destination), self._regions, sender.peer.regions[:-1])
         row = row_block(self._row_region, sender.slot, sender.peer.regions[-1], sender.spec.slot)
@@ -345,8 +348,9 @@ class Handoff:
 
     def _objection(self, sender: Sender) -> HandoffError | None:
         """Everything that can be checked before any work starts: S7, S8, and ranges of ids on both sides."""
-        spec, tokens = sender.spec, sender.tokens
-        destination = m.unpack_int32(spec.dst_pages)
+        spec, tokens, destination = sender.spec, sender.tokens, sender.destination
+        if not (0 <= spec.room < 2**63 and 0 < spec.ticket < 2**63):
+            return DestinationRefused(f"room {spec.room} and ticket {spec.ticket} must be in 0 … 2**63 - 1")
         if not 0 < len(tokens) <= self._max_prompt_tokens:
             return DestinationRefused(
                 f"expected 1 … {self._max_prompt_tokens} tokens, got {len(tokens)}", code="capacity"

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 
 from shared.config import ServiceConfig
-from shared.errors import ConfigError, HandoffError, PeerBusy
+from shared.errors import ConfigError, HandoffError, IntegrityError, PeerBusy, StateError
 from shared.ops import logs
 from shared.protocol.codec import Codec
 from shared.protocol.local import StartFailed, ToEngine
@@ -66,15 +66,28 @@ class Host:
 
     def take_front(self, on_front: Callable[[ToEngine], None]) -> None:
         """From now on the front's messages go here."""
-        self._on_front = on_front
+        self._on_front = self._guarded(on_front)
 
     async def open_control(
         self, address: str, codec: Codec[T], handler: Callable[[T], None], on_disconnect: Callable[[str], None]
     ) -> str:
         """Bind the control socket; returns its address with the real port. Raises ConfigError where it is in use."""
-        self._control = await open_channel(address, codec, handler, name="control")
+        self._control = await open_channel(address, codec, self._guarded(handler), name="control")
         self.outbox = Outbox(self._control, on_disconnect)
         return self._control.address
+
+    def _guarded(self, handler: Callable[[T], None]) -> Callable[[T], None]:
+        """A peer's bad message is the channel's to count; a wrong state or book is our defect, and ends the engine."""
+
+        def guarded(message: T) -> None:
+            try:
+                handler(message)
+            except (StateError, IntegrityError, AssertionError) as error:
+                if not self.stopped.done():
+                    self.stopped.set_exception(error)
+                raise
+
+        return guarded
 
     @property
     def malformed_messages(self) -> int:

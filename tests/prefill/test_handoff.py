@@ -9,6 +9,7 @@ from prefill_svc.effects import CloseSender, Drain, OpenSender, Send, SenderId, 
 from prefill_svc.handoff import Handoff
 from prefill_svc.peers import LOST_S, RETIRED_KEPT, DecodePeers, Retired
 from prefill_svc.scheduler import Piece, Waiting, pack
+from shared.errors import MessageError
 from shared.ids import AttemptKey, Epoch, PeerAddress, Room, Ticket
 from shared.kv.layout import Buffer, Layout
 from shared.kv.pages import PageAllocator
@@ -58,7 +59,7 @@ class Rig:
         self.handoff.check_integrity()
         return effects
 
-    def prefill(self, ticket: int, length: int = 6, **changed: Any) -> list[Any]:
+    def prefill(self, number: int, length: int = 6, **changed: Any) -> list[Any]:
         pages = -(-length // 4)
         fields: dict[str, object] = {
             "epoch": DECODE,
@@ -66,7 +67,7 @@ class Rig:
             "reply_to": REPLY,
             "registration": 1,
             "room": Room(9),
-            "ticket": Ticket(ticket),
+            "ticket": Ticket(number),
             "tokens": m.pack_int32(np.arange(length) % 100),
             "dst_first_position": 0,
             "dst_pages": m.pack_int32(np.arange(20, 20 + pages)),
@@ -135,6 +136,8 @@ def test_one_attempt_from_prefill_to_ack() -> None:
         ({"dst_pages": m.pack_int32([0, 1])}, "destination_refused"),
         ({"slot": 4}, "destination_refused"),
         ({"slot": -1}, "destination_refused"),
+        ({"room": Room(-1)}, "destination_refused"),
+        ({"ticket": Ticket(-1)}, "destination_refused"),
     ],
 )
 def test_s7_s8_what_cannot_be_right_is_refused_before_any_work(changed: dict[str, Any], code: str) -> None:
@@ -144,6 +147,16 @@ def test_s7_s8_what_cannot_be_right_is_refused_before_any_work(changed: dict[str
     assert (failed.code, failed.retryable) == (code, False)
     assert not rig.forward()
     assert rig.pages.free_pages == 11
+
+
+@pytest.mark.parametrize("field", ["tokens", "dst_pages"])
+def test_a_list_that_is_cut_off_is_the_peers_mistake_and_leaves_nothing(field: str) -> None:
+    rig = Rig()
+    cut_off: dict[str, Any] = {field: b"12345"}
+    with pytest.raises(MessageError, match="room 9"):
+        rig.prefill(1, **cut_off)
+    rig.handoff.check_integrity()
+    assert not rig.handoff.senders
 
 
 def test_s31_an_aborted_attempt_is_acknowledged_only_when_its_writes_have_ended() -> None:
