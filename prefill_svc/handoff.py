@@ -349,7 +349,7 @@ class Handoff:
     def _objection(self, sender: Sender) -> HandoffError | None:
         """Everything that can be checked before any work starts: S7, S8, and ranges of ids on both sides."""
         spec, tokens, destination = sender.spec, sender.tokens, sender.destination
-        if not (0 <= spec.room < 2**63 and 0 < spec.ticket < 2**63):
+        if not (0 <= spec.room < 2**63 and spec.ticket < 2**63):
             return DestinationRefused(f"room {spec.room} and ticket {spec.ticket} must be in 0 … 2**63 - 1")
         if not 0 < len(tokens) <= self._max_prompt_tokens:
             return DestinationRefused(

@@ -137,7 +137,7 @@ def test_one_attempt_from_prefill_to_ack() -> None:
         ({"slot": 4}, "destination_refused"),
         ({"slot": -1}, "destination_refused"),
         ({"room": Room(-1)}, "destination_refused"),
-        ({"ticket": Ticket(-1)}, "destination_refused"),
+        ({"ticket": Ticket(2**63)}, "destination_refused"),
     ],
 )
 def test_s7_s8_what_cannot_be_right_is_refused_before_any_work(changed: dict[str, Any], code: str) -> None:
