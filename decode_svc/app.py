@@ -29,7 +29,7 @@ from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
 from shared.ids import RequestId
 from shared.ops.front import EngineClient, EngineFailure, RequestStream
-from shared.ops.http import base_app, error_object, json_response, request_id
+from shared.ops.http import abort_target, base_app, client_id, error_object, json_response, request_id
 from shared.ops.metrics import Registry
 from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, Status
 
@@ -49,6 +49,7 @@ def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, regist
     app.router.add_post("/v1/chat/completions", front.chat)
     app.router.add_post("/v1/completions", front.completion)
     app.router.add_get("/v1/models", front.models)
+    app.router.add_post("/abort_request", front.abort)
     app.cleanup_ctx.append(front.text_thread)
     return app
 
@@ -107,6 +108,10 @@ class Answer:
                 registry.count("handoff_transfer_bytes_total", handover.bytes_sent)
                 registry.sample("handoff_transfer_seconds", handover.timings.write_s)
                 registry.sample("handoff_transfer_exposed_seconds", handover.timings.exposed_s)
+                registry.sample("handoff_transfer_size_bytes", handover.bytes_sent)
+                registry.sample(
+                    "handoff_goodput_bytes_per_second", handover.bytes_sent / max(handover.timings.write_s, 1e-9)
+                )
 
 
 class DecodeFront:
@@ -138,6 +143,9 @@ class DecodeFront:
             "max_model_len": ready.info.max_model_len,
         }
         return json_response({"object": "list", "data": [card]})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        return json_response({"aborted": self._engine.abort(await abort_target(request))})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
@@ -208,7 +216,7 @@ class DecodeFront:
         max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), field)
         check_tokens(ids, field, info.vocab_size)
         message = generate_message(body, RequestId(request_id(request)), ids, max_tokens, info.vocab_size)
-        capacity = _prefill_capacity(self._engine.status, self._config.prefill)
+        capacity = _prefill_capacity(self._engine.status, self._config)
         if capacity and len(ids) > capacity:
             problem = f"{field}: {len(ids)} tokens; the largest prefill service takes {capacity}"
             raise RequestError(problem, param=field, code="prefill_capacity_exceeded")
@@ -217,7 +225,7 @@ class DecodeFront:
     # through the engine
 
     async def _answer(self, request: web.Request, body: CommonRequest, job: Job) -> web.StreamResponse:
-        with self._engine.generate(job.message) as stream:
+        with self._engine.generate(job.message, client_id(request)) as stream:
             answer = Answer(job, stream, self._codec, self._registry, self._engine.clock)
             text, finish = await answer.next()  # a failure before the first token is still an HTTP status
             headers = _timing_headers(answer.handover)
@@ -257,7 +265,7 @@ async def _streamed(
             if shape.with_usage:
                 await response.write(_event(shape.total(answer.usage())))
         except EngineFailure as error:
-            log.warning("%s failed in its stream: %s", shape.id, error.message)
+            log.debug("%s failed in its stream: %s", shape.id, error.message)
             await response.write(_event(error_object(error)))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
@@ -286,18 +294,18 @@ def _context(info: ModelInfo) -> int:
     return min(info.max_model_len, (info.num_pages - 1) * info.page_size)
 
 
-def _prefill_capacity(status: Status | None, configured: Sequence[str]) -> int:
-    """The longest prompt that some registered prefill takes; 0: not known. Raises Unavailable if there is none."""
+def _prefill_capacity(status: Status | None, config: DecodeConfig) -> int:
+    """The longest prompt that some registered prefill takes; 0: not known. Raises Unavailable where none can come; a
+    peer that may still answer is the engine's to wait for."""
     peers = status.peers if status is not None else []
     limits = [peer.max_prompt_tokens for peer in peers if peer.state == "registered"]
     if limits:
         return max(limits) if all(limits) else 0
-    if peers:
-        states = []
-        for peer in peers:
-            differences = "; ".join(str(difference) for difference in peer.differences)
-            states.append(f"{peer.address} is {peer.state}" + (f" ({differences})" if differences else ""))
-        raise Unavailable(f"no prefill service: {', '.join(states)}", code="no_prefill")
-    names = ", ".join(configured)
-    why = f"none of {names} has been reached yet" if names else "none is configured (--prefill HOST:CONTROL_PORT)"
-    raise Unavailable(f"no prefill service: {why}", code="no_prefill")
+    if config.on_prefill_loss == "local":
+        return 0
+    if not config.prefill:
+        raise Unavailable("no prefill service is configured (--prefill HOST:CONTROL_PORT)", code="no_prefill")
+    if peers and all(peer.state == "refused" for peer in peers):
+        shown = [f"{peer.address} is refused ({'; '.join(map(str, peer.differences))})" for peer in peers]
+        raise Unavailable(f"no prefill service: {', '.join(shown)}", code="no_prefill")
+    return 0

@@ -5,7 +5,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from shared.ids import PeerAddress, RequestId
+from shared.ids import PeerAddress, RequestId, Ticket
+from shared.kv.pages import Pages
 from shared.protocol.local import Output
 
 Outcome: TypeAlias = Literal["finished", "failed", "cancelled"]
@@ -33,6 +34,31 @@ class Fence:
 
     address: PeerAddress
     registration: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Up:
+    """Worth a line: this peer is registered, after ``away_s`` without it."""
+
+    address: PeerAddress
+    away_s: float
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compute the digest of what landed in these pages ``[n]``, the first at position 0; then call ``verified``."""
+
+    ticket: Ticket
+    pages: Pages
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """No prefill will: compute the prompt here, in the request's own pages, then call ``computed``."""
+
+    request: RequestId
 
 
 @dataclass(frozen=True)
@@ -51,4 +77,4 @@ class Ended:
     output: Output | None
 
 
-Effect: TypeAlias = Send | OpenSession | Fence | Prebuild | Ended
+Effect: TypeAlias = Send | OpenSession | Fence | Up | Verify | Compute | Prebuild | Ended

@@ -5,15 +5,23 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
-from decode_svc.effects import Effect, Ended, Fence, OpenSession, Prebuild, Send
+import numpy as np
+
+from decode_svc.effects import Compute, Effect, Ended, Fence, OpenSession, Prebuild, Send, Up, Verify
 from decode_svc.intake import Intake
+from decode_svc.local import Chunk, LocalPrefills
 from decode_svc.peers import PeerBook
+from decode_svc.records import Request
 from decode_svc.scheduler import Plan, Scheduler
+from decode_svc.sessions import ReceiveSessions
 from shared.config import DecodeConfig
 from shared.errors import HandoffError, TransferFailed, Unavailable
 from shared.ids import PeerAddress, RequestId, new_epoch
+from shared.kv.digest import digest
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
 from shared.limited_log import RateLimitedLog
@@ -35,13 +43,14 @@ from shared.protocol.local import (
     ToEngine,
 )
 from shared.protocol.machine import RequestState
-from shared.runtime.runner import DecodeBatch
-from shared.transfer.engine import TransferEngine
+from shared.runtime.runner import DecodeBatch, PrefillBatch
 from shared.transfer.mooncake_engine import MooncakeEngine
-from shared.transfer.sender import open_engine
 
 log = logging.getLogger(__name__)
+B = TypeVar("B")
+T = TypeVar("T")
 REFUSAL_LOG_S = 60.0
+FAILURE_LOG_S = 1.0
 TICK_S = 0.25
 
 
@@ -53,12 +62,15 @@ class DecodeEngine:
         self._epoch = new_epoch()
         self._meter = Meter("decode")
         self._limited = RateLimitedLog(log, REFUSAL_LOG_S)
-        self._sessions: dict[tuple[PeerAddress, int], TransferEngine] = {}
+        self._failures = RateLimitedLog(log, FAILURE_LOG_S)
         self._wake = asyncio.Event()
-        self._running: Plan | None = None
+        self._in_forward: frozenset[RequestId] = frozenset()
         self._leaving: set[RequestId] = set()
-        """Ended while a step computes them: their pages go back when it has ended."""
+        """Cancelled while a forward computes them: their pages go back when it has ended."""
+        self._local = LocalPrefills(config.chunked_prefill_size)
         self._landed: deque[RequestId] = deque()
+        self._first_tokens: dict[RequestId, tuple[int, float]] = {}
+        """Of prompts that were computed here."""
         self._outputs: list[Output] = []
         self._draining = False
         self._stepping = True
@@ -66,14 +78,12 @@ class DecodeEngine:
         self._runtime: LoadedRuntime
         self._intake: Intake
         self._scheduler: Scheduler
-        self._advertise = ""
+        self._sessions: ReceiveSessions
 
     async def start(self) -> None:
         """Load, allocate, bind, announce. Raises ConfigError, EngineMissing."""
         config, host = self._config, self._host
-        self._advertise = advertised_host(
-            config.advertise_host, config.host, [p.rsplit(":", 1)[0] for p in config.prefill]
-        )
+        advertise = advertised_host(config.advertise_host, config.host, [p.rsplit(":", 1)[0] for p in config.prefill])
         MooncakeEngine.require()
         runtime = self._runtime = await host.compute(load_runtime, config)
         info = runtime.info
@@ -84,13 +94,14 @@ class DecodeEngine:
             self._on_control,
             self._on_disconnect,
         )
-        reply_to = PeerAddress(f"tcp://{self._advertise}:{control.rsplit(':', 1)[1]}")
+        reply_to = PeerAddress(f"tcp://{advertise}:{control.rsplit(':', 1)[1]}")
+        regions = [*runtime.pool.regions(), slots.region()]
         peers = PeerBook(
             [PeerAddress(f"tcp://{p}") for p in config.prefill],
             epoch=self._epoch,
             reply_to=reply_to,
             fingerprint=runtime.fingerprint,
-            regions=[*runtime.pool.regions(), slots.region()],
+            regions=regions,
         )
         self._intake = Intake(
             epoch=self._epoch,
@@ -99,11 +110,15 @@ class DecodeEngine:
             pages=PageAllocator(info.num_pages),
             slots=slots,
             peers=peers,
+            digest_every=config.digest_every,
+            local=config.on_prefill_loss == "local",
         )
+        memory = [(r.base, r.item_bytes * r.items) for r in regions]
+        self._sessions = ReceiveSessions(host, partial(MooncakeEngine, advertise), memory)
         self._scheduler = Scheduler(
             info.max_num_seqs, runtime.layout.pages_for(info.max_model_len), runtime.eos_token_ids
         )
-        self._do(peers.start())
+        self._do(peers.start(host.now_s()))
         host.spawn(self._beat())
         host.spawn(self._steps())
         host.post(Ready(self._epoch, control, info))
@@ -132,7 +147,7 @@ class DecodeEngine:
             self._host.post(self._status())  # the front refuses requests by what it knows of the peers
 
     def _cancel(self, request: RequestId) -> None:
-        if self._running is not None and request in self._running.rows:
+        if request in self._in_forward:
             self._leaving.add(request)
         else:
             self._scheduler.leave(request)
@@ -148,34 +163,39 @@ class DecodeEngine:
                     self._host.outbox.send(address, message)
                 case OpenSession():
                     self._host.spawn(self._open_session(effect))
-                case Fence():
+                case Fence(address, _, reason):
+                    log.warning("lost prefill %s: %s", address, reason)
                     self._host.spawn(self._fence(effect))
+                case Up(address, away_s):
+                    log.info("prefill %s is registered, after %.1f s without it", address, away_s)
+                case Verify():
+                    self._host.spawn(self._verify(effect))
+                case Compute(request):
+                    self._local.add(request, self._intake.requests[request].prompt_tokens)
+                    self._wake.set()
                 case Prebuild(request):
                     self._landed.append(request)
-                    self._prebuild_landed()
+                    self._join_landed()
                 case Ended(request, outcome, output):
+                    self._local.leave(request)
+                    self._first_tokens.pop(request, None)
                     if outcome == "failed" and output is not None and output.error is not None:
-                        log.warning("request %s failed: %s", request, output.error.message)
+                        error = output.error
+                        self._failures.warning(error.code, "request %s failed: %s", request, error.message)
                     if output is not None:
                         self._outputs.append(output)
 
-    def _prebuild_landed(self) -> None:
+    def _join_landed(self) -> None:
         """Committed requests join the batch as rows become free; each consumes its metadata row and frees its slot."""
         while self._landed and len(self._scheduler) < self._runtime.info.max_num_seqs:
             request = self._intake.requests.get(self._landed.popleft())
-            if request is None or request.state is not RequestState.LANDED:
+            if request is None or request.state not in (RequestState.LANDED, RequestState.COMPUTING):
                 continue
-            lease = request.lease
-            assert lease is not None
-            assert lease.slot is not None
-            row = self._intake.slots.rows[lease.slot]
-            if (int(row["room"]), int(row["ticket"])) != (lease.room, lease.ticket):
-                wrong = TransferFailed(f"metadata slot {lease.slot} does not hold room {lease.room}'s row")
+            try:
+                token, logprob = self._first_token(request)
+            except TransferFailed as wrong:
                 self._do(self._intake.fail(request.id, wrong, self._host.now_s()))
                 continue
-            log.debug("room %d slot %d token %d", lease.room, lease.slot, row["token"])
-            token, logprob = int(row["token"]), float(row["logprob"])
-            self._intake.prebuilt(request.id)
             step = self._scheduler.prebuilt(request.spec, token, logprob, self._intake.pages_of(request.id))
             if step.finish is not None:
                 self._do(self._intake.finish(request.id, [token], [logprob], step.finish, self._host.now_s()))
@@ -184,34 +204,41 @@ class DecodeEngine:
                 request.handover = None  # shown once
                 self._wake.set()
 
-    # sessions
+    def _first_token(self, request: Request) -> tuple[int, float]:
+        """Its token and log-probability: from the metadata row, or computed here. Raises TransferFailed for a foreign
+        row."""
+        if request.state is RequestState.COMPUTING:
+            self._intake.computed(request.id)
+            return self._first_tokens.pop(request.id)
+        lease = request.lease
+        assert lease is not None
+        assert lease.slot is not None
+        row = self._intake.slots.rows[lease.slot]
+        if (int(row["room"]), int(row["ticket"])) != (lease.room, lease.ticket):
+            raise TransferFailed(f"metadata slot {lease.slot} does not hold room {lease.room}'s row")
+        first = int(row["token"]), float(row["logprob"])
+        log.debug("room %d slot %d token %d", lease.room, lease.slot, first[0])
+        self._intake.prebuilt(request.id)
+        return first
+
+    # what blocks
 
     async def _open_session(self, effect: OpenSession) -> None:
-        """A receive engine of its own for one writer incarnation; tried again until the memory can be registered."""
-        while True:
-            try:
-                engine = await self._host.blocking(self._make_session)
-                break
-            except HandoffError as error:
-                log.warning("cannot open a receive session for %s: %s", effect.address, error.message)
-                await asyncio.sleep(1.0)
-        self._sessions[effect.address, effect.registration] = engine
-        self._intake.peers.session_ready(effect.address, effect.registration, engine.session)
+        session = await self._sessions.open(effect.address, effect.registration)
+        self._intake.peers.session_ready(effect.address, effect.registration, session)
         self._tick()
 
-    def _make_session(self) -> TransferEngine:
-        regions = [*self._runtime.pool.regions(), self._intake.slots.region()]
-        memory = [(r.base, r.item_bytes * r.items) for r in regions]
-        return open_engine(lambda: MooncakeEngine(self._advertise), memory)
-
     async def _fence(self, effect: Fence) -> None:
-        started_s = self._host.now_s()
-        engine = self._sessions.pop((effect.address, effect.registration), None)
-        if engine is not None:
-            await self._host.blocking(engine.retire)
-        now_s = self._host.now_s()
-        log.warning("fenced prefill %s (session %d) in %.2f s", effect.address, effect.registration, now_s - started_s)
-        self._do(self._intake.fenced(effect.address, effect.registration, now_s))
+        took_s = await self._sessions.fence(effect.address, effect.registration)
+        self._meter.sample("handoff_fence_seconds", took_s)
+        self._do(self._intake.fenced(effect.address, effect.registration, self._host.now_s()))
+        self._flush()
+
+    async def _verify(self, effect: Verify) -> None:
+        positions = np.arange(len(effect.pages))
+        layout, read = self._runtime.layout, self._runtime.pool.read
+        found = await self._host.blocking(digest, layout, read, effect.pages, positions, effect.tokens)
+        self._do(self._intake.verified(effect.ticket, found, self._host.now_s()))
         self._flush()
 
     # loops
@@ -220,33 +247,22 @@ class DecodeEngine:
         while True:
             self._wake.clear()
             plan = self._scheduler.plan() if self._stepping else None
-            if plan is None:
+            if plan is not None:
+                await self._step(plan)
+            chunk = self._local.next() if self._stepping else None
+            if chunk is not None:
+                await self._chunk(chunk)
+            self._join_landed()
+            self._flush()
+            if plan is None and chunk is None:
                 self._intake.check_integrity()
                 await self._wake.wait()
-                continue
-            self._running = plan
-            started_s = self._host.now_s()
-            batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling)
-            try:
-                samples = await self._host.compute(self._runtime.runner.decode, batch)
-            except Exception as error:  # a defect or an exhausted device: this step's requests end, the engine lives
-                log.exception("a decode step of %d requests failed", len(plan.rows))
-                self._running = None
-                for request in plan.rows:
-                    self._fail_running(request, Unavailable(f"the decode step failed: {error}", code="compute_failed"))
-            else:
-                self._running = None
-                self._meter.sample("handoff_step_seconds", self._host.now_s() - started_s)
-                self._apply(plan, samples)
-            self._prebuild_landed()
-            self._flush()
 
-    def _apply(self, plan: Plan, samples: Sequence[tuple[int, float]]) -> None:
-        self._steps_done += 1
-        for request in self._leaving:
-            self._scheduler.leave(request)
-            self._do(self._intake.cancel(request, self._host.now_s()))
-        self._leaving.clear()
+    async def _step(self, plan: Plan) -> None:
+        batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling)
+        samples = await self._forward(plan.rows, self._runtime.runner.decode, batch)
+        if samples is None:
+            return
         for step in self._scheduler.apply(plan, samples):
             if step.finish is None:
                 self._outputs.append(Output(step.request, [step.token], [step.logprob]))
@@ -254,7 +270,48 @@ class DecodeEngine:
                 now_s = self._host.now_s()
                 self._do(self._intake.finish(step.request, [step.token], [step.logprob], step.finish, now_s))
 
-    def _fail_running(self, request: RequestId, error: HandoffError) -> None:
+    async def _chunk(self, chunk: Chunk) -> None:
+        spec = self._intake.requests[chunk.request].spec
+        batch = PrefillBatch(
+            tokens=m.unpack_int32(spec.prompt)[chunk.start : chunk.start + chunk.length],
+            q_lens=[chunk.length],
+            starts=[chunk.start],
+            pages=[self._intake.pages_of(chunk.request)],
+            sampling=[spec.sampling if chunk.last else None],
+        )
+        samples = await self._forward((chunk.request,), self._runtime.runner.prefill, batch)
+        if samples is None or chunk.request not in self._intake.requests:
+            return
+        self._local.computed(chunk)
+        if samples[0] is not None:
+            self._first_tokens[chunk.request] = samples[0]
+            self._landed.append(chunk.request)
+
+    async def _forward(
+        self, requests: tuple[RequestId, ...], run: Callable[[B], Sequence[T]], batch: B
+    ) -> Sequence[T] | None:
+        """The forward's samples, or None where it failed and its requests with it. Those that were cancelled meanwhile
+        have left."""
+        self._in_forward = frozenset(requests)
+        started_s = self._host.now_s()
+        try:
+            samples = await self._host.compute(run, batch)
+        except Exception as error:  # a defect or an exhausted device: these requests end, the engine lives
+            log.exception("a forward of %d requests failed", len(requests))
+            self._in_forward = frozenset()
+            for request in requests:
+                self._end_with(request, Unavailable(f"the forward failed: {error}", code="compute_failed"))
+            return None
+        self._in_forward = frozenset()
+        self._steps_done += 1
+        self._meter.sample("handoff_step_seconds", self._host.now_s() - started_s)
+        for request in self._leaving:
+            self._scheduler.leave(request)
+            self._do(self._intake.cancel(request, self._host.now_s()))
+        self._leaving.clear()
+        return samples
+
+    def _end_with(self, request: RequestId, error: HandoffError) -> None:
         self._scheduler.leave(request)
         if request in self._intake.requests:
             self._do(self._intake.fail(request, error, self._host.now_s()))
@@ -265,7 +322,7 @@ class DecodeEngine:
             self._outputs = []
 
     def _tick(self) -> None:
-        self._do(self._intake.tick(self._host.now_s()))
+        self._do(self._intake.tick(self._host.now_s(), self._in_forward))
         self._flush()
 
     async def _beat(self) -> None:
@@ -287,6 +344,11 @@ class DecodeEngine:
         meter.total("handoff_aborts_total", counts.aborts)
         meter.total("handoff_fences_total", counts.fences)
         meter.total("handoff_bad_completions_total", counts.bad_completions)
+        meter.total("handoff_digests_total{outcome=equal}", counts.digests - counts.digest_mismatches)
+        meter.total("handoff_digests_total{outcome=different}", counts.digest_mismatches)
+        meter.total("handoff_local_prefills_total", counts.local_prefills)
+        meter.gauge("handoff_leases", len(intake.leases.open))
+        meter.gauge("handoff_tasks", self._host.tasks)
         meter.gauge("handoff_running_requests", len(self._scheduler))
         meter.gauge("handoff_waiting_requests", len(intake.requests) - len(self._scheduler))
         meter.gauge("handoff_pages_usable", intake.pages.usable_pages)
@@ -294,7 +356,7 @@ class DecodeEngine:
         meter.gauge("handoff_pages_quarantined", intake.pages.quarantined_pages)
         meter.gauge("handoff_slots_free", intake.slots.free_slots)
         peers = [peer.status() for peer in intake.peers.peers.values()]
-        return Status(self._steps_done, self._running is not None, peers, *meter.take())
+        return Status(self._steps_done, bool(self._in_forward), peers, *meter.take())
 
     async def _drain(self, grace_s: float) -> None:
         """Nothing new; what runs may finish within the grace time, then ends with an explicit error."""
@@ -304,10 +366,10 @@ class DecodeEngine:
             await asyncio.sleep(0.05)
         stopping = Unavailable("the service stopped before the answer was complete", code="shutting_down")
         self._stepping = False
-        while self._running is not None:
+        while self._in_forward:
             await asyncio.sleep(0.005)
         for request in list(self._intake.requests):
-            self._fail_running(request, stopping)
+            self._end_with(request, stopping)
         self._flush()
         self._host.post(Drained())
         if not self._host.stopped.done():

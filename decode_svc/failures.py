@@ -2,19 +2,35 @@
 
 from shared.errors import HandoffError
 from shared.protocol.local import EngineError
-from shared.protocol.messages import AbortAck, Failed
+from shared.protocol.messages import AbortAck, Failed, GivenUp
+
+ABORTED = "aborted"
+"""An operator's word: the client may ask again, decode does not."""
 
 
-def failure_of(message: Failed | AbortAck) -> EngineError:
+def failure_of(message: Failed | GivenUp | AbortAck) -> EngineError:
     """What prefill's answer means for the request. An AbortAck that nobody asked for: it had not heard from us."""
-    if isinstance(message, AbortAck):
-        return lost("the prefill service gave the request up")
-    status = 503 if message.retryable else 500
-    return EngineError(f"prefill: {message.reason}", message.code, status, "prefill_failed", message.retryable)
+    match message:
+        case AbortAck():
+            return lost("the prefill service gave the request up")
+        case GivenUp():
+            return EngineError(f"prefill: {message.reason}", message.code, 503, "prefill_failed", True)
+        case Failed(code="capacity"):
+            return EngineError(
+                f"prefill: {message.reason}", "prefill_capacity_exceeded", 400, "invalid_request_error", False
+            )
+        case Failed():
+            status = 503 if message.retryable else 500
+            return EngineError(f"prefill: {message.reason}", message.code, status, "prefill_failed", message.retryable)
 
 
 def incomplete(wrong: str) -> EngineError:
     return EngineError(f"the hand-over was not complete: {wrong}", "incomplete_handover", 503, "prefill_failed", True)
+
+
+def altered(told: int, found: int) -> EngineError:
+    why = f"the digest of what landed is {found:016x}, of what was sent {told:016x}"
+    return EngineError(why, "digest_mismatch", 503, "prefill_failed", True)
 
 
 def lost(why: str) -> EngineError:

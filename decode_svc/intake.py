@@ -1,36 +1,42 @@
 """Reserve → request → commit: everything that decode decides about a hand-over. Pure and synchronous.
 
-Each call takes one event and returns what is to be done (``effects.py``); ``engine.py`` carries it out. The transfer
-record here (``Lease``), never a task, owns landing pages and slot, so that no cancelled await can free them.
+Each call takes one event and returns what is to be done (``effects.py``); ``engine.py`` carries it out. Landing pages
+and slots belong to leases (``leases.py``), never to a task, so that no cancelled await can free them.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from decode_svc.effects import Effect, Ended, Outcome, Prebuild, Send
-from decode_svc.failures import failure_of, incomplete, lost, shown
-from decode_svc.peers import Peer, PeerBook, PeerState
+from decode_svc.effects import Compute, Effect, Ended, Outcome, Prebuild
+from decode_svc.failures import ABORTED, altered, failure_of, incomplete, lost, shown
+from decode_svc.leases import LeaseBook
+from decode_svc.peers import GRACE_S, Peer, PeerBook, PeerState
 from decode_svc.records import Counts, Lease, Request
-from shared.errors import HandoffError, IntegrityError, Unavailable
+from shared.errors import HandoffError, IntegrityError, RequestError, Unavailable
 from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
+from shared.kv.digest import MODULUS
 from shared.kv.layout import Layout
 from shared.kv.pages import PageAllocator, Pages
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.local import EngineError, FinishReason, Generate, Handover, Output
-from shared.protocol.machine import LEASE, REQUEST, Do, LeaseEvent, LeaseState, RequestEvent, RequestState
+from shared.protocol.machine import REQUEST, Do, LeaseEvent, LeaseState, RequestEvent, RequestState
 from shared.transfer.plan import check_coverage
 
-ABORT_REPEAT_S = 1.0
+NO_TOKEN_YET = (RequestState.WAITING, RequestState.REQUESTED, RequestState.COMPUTING)
 MAX_ATTEMPTS = 2
 MISSED_BEATS = 2
 """An attempt that its peer does not list in so many heartbeats running is lost: its Prefill never arrived."""
 
 
 class Intake:
-    """All requests and leases of one decode engine. Times are seconds of one monotonic clock."""
+    """All requests and leases of one decode engine. Times are seconds of one monotonic clock.
+
+    ``digest_every``: each so many-th attempt's content is compared before it is committed; 0: none. ``local``: compute
+    a prompt here where no prefill will.
+    """
 
     def __init__(
         self,
@@ -41,22 +47,24 @@ class Intake:
         pages: PageAllocator,
         slots: SlotPool,
         peers: PeerBook,
+        digest_every: int = 0,
+        local: bool = False,
     ) -> None:
         self.requests: dict[RequestId, Request] = {}
-        self.leases: dict[Ticket, Lease] = {}
         self.waiting: deque[Request] = deque()
         self.counts = Counts()
+        self.leases = LeaseBook(epoch=epoch, reply_to=reply_to, pages=pages, slots=slots, counts=self.counts)
         self.pages, self.slots, self.peers = pages, slots, peers
-        self._epoch, self._reply_to, self._layout = epoch, reply_to, layout
+        self._epoch, self._layout = epoch, layout
+        self._digest_every, self._local = digest_every, local
         self._page_bytes = layout.page_bytes_by_component()
-        self._next_ticket = 1
         self._next_room = 1
 
     # the client's side
 
     def submit(self, spec: Generate, timeout_s: float, now_s: float) -> list[Effect]:
-        """A validated request. Ends at once where no prefill peer is registered or about to be."""
-        request = Request(spec, Room(self._next_room), len(spec.prompt) // 4, now_s + timeout_s)
+        """A validated request. Ends at once where no prefill peer can be hoped for."""
+        request = Request(spec, Room(self._next_room), len(spec.prompt) // 4, now_s, now_s + timeout_s)
         self._next_room += 1
         self.requests[request.id] = request
         self.waiting.append(request)
@@ -65,19 +73,20 @@ class Intake:
 
     def refuse(self, spec: Generate, error: HandoffError) -> list[Effect]:
         """A request that is not even begun; it is counted, and it has its one ending."""
-        self.requests[spec.request] = Request(spec, Room(0), len(spec.prompt) // 4, 0.0)
+        self.requests[spec.request] = Request(spec, Room(0), len(spec.prompt) // 4, 0.0, 0.0)
         self.counts.started += 1
         return self._fail(self.requests[spec.request], error, 0.0)
 
     def cancel(self, request_id: RequestId, now_s: float) -> list[Effect]:
-        """The client is gone. Call for a running request only between steps. Unknown or ended: nothing."""
+        """The client is gone. Call for a request that a forward is computing only after it. Unknown or ended:
+        nothing."""
         request = self.requests.get(request_id)
         if request is None:
             return []
         return self._end(request, RequestEvent.CANCEL, "cancelled", None, now_s) + self.admit(now_s)
 
     def fail(self, request_id: RequestId, error: HandoffError, now_s: float) -> list[Effect]:
-        """End with an explicit error, whatever it is waiting for; same rule about steps as ``cancel``."""
+        """End with an explicit error, whatever it is waiting for; same rule about forwards as ``cancel``."""
         return self._fail(self.requests[request_id], error, now_s)
 
     def prebuilt(self, request_id: RequestId) -> None:
@@ -86,7 +95,12 @@ class Intake:
         request.state, todo = REQUEST.step(request.state, RequestEvent.PREBUILT)
         assert todo == (Do.FREE_SLOT,)
         assert request.lease is not None
-        self._free_slot(request.lease)
+        self.leases.free_slot(request.lease)
+
+    def computed(self, request_id: RequestId) -> None:
+        """Decode has computed the prompt itself, and the first token takes part in the batch."""
+        request = self.requests[request_id]
+        request.state, _ = REQUEST.step(request.state, RequestEvent.COMPUTED)
 
     def finish(
         self, request_id: RequestId, tokens: list[int], logprobs: list[float], why: FinishReason, now_s: float
@@ -97,10 +111,11 @@ class Intake:
         return self._end(request, RequestEvent.FINISH, "finished", output, now_s) + self.admit(now_s)
 
     def pages_of(self, request_id: RequestId) -> Pages:
-        """All pages of a committed request in position order: those that landed, then those that decode fills."""
+        """All pages of a request in position order: those that landed, then those that decode fills."""
         request = self.requests[request_id]
-        assert request.lease is not None
         assert request.own_pages is not None
+        if request.lease is None:
+            return request.own_pages
         return np.concatenate([request.lease.pages, request.own_pages])
 
     # admission
@@ -114,38 +129,55 @@ class Intake:
         effects: list[Effect] = []
         while self.waiting:
             request = self.waiting[0]
-            peer = self.peers.pick(request.prompt_tokens, request.avoid)
-            if peer is None and not self.peers.hopeful(now_s):
-                self.waiting.popleft()
-                effects += self._fail(
-                    request, Unavailable("no prefill service is registered", code="no_prefill"), now_s
-                )
-                continue
-            if peer is None or not (lease := self._reserve(request, peer, now_s)):
+            peer = None if request.local else self.peers.pick(request.prompt_tokens, request.avoid)
+            if peer is None and not request.local:
+                error = self._hopeless(request, now_s)
+                if error is None:
+                    break
+                if not self._local:
+                    self.waiting.popleft()
+                    effects += self._fail(request, error, now_s)
+                    continue
+                request.local = True
+            started = self._start(request, peer, now_s)
+            if started is None:
                 break
             self.waiting.popleft()
-            request.state, _ = REQUEST.step(request.state, RequestEvent.ADMIT)
-            request.lease, request.attempts = lease, request.attempts + 1
-            self.leases[lease.ticket] = lease
-            effects += self._lease_event(lease, LeaseEvent.ANNOUNCE, now_s, request)
-            lease.load_tokens = request.prompt_tokens
-            peer.outstanding_tokens += lease.load_tokens
+            effects += started
         return effects
 
-    def _reserve(self, request: Request, peer: Peer, now_s: float) -> Lease | None:
+    def _hopeless(self, request: Request, now_s: float) -> HandoffError | None:
+        """Why no peer will take this request, if none will."""
+        patience_s = request.arrived_s + GRACE_S - now_s if request.attempts == 0 else 0.0
+        if self.peers.hopeful(request.prompt_tokens, now_s, patience_s):
+            return None
+        if limit := self.peers.largest_capacity_tokens():
+            why = f"the prompt has {request.prompt_tokens} tokens; the largest prefill service takes {limit}"
+            return RequestError(why, code="prefill_capacity_exceeded")
+        return Unavailable(f"no prefill service: {self.peers}", code="no_prefill")
+
+    def _start(self, request: Request, peer: Peer | None, now_s: float) -> list[Effect] | None:
+        """With a peer: a lease, and Prefill. Without: pages, and a forward here. None where there is no room now."""
         landing = self._layout.pages_for(request.prompt_tokens)
         # the last token is sampled but never written
         total = self._layout.pages_for(request.prompt_tokens + request.spec.max_tokens - 1)
-        if self.slots.free_slots == 0 or (pages := self.pages.allocate(total)) is None:
+        if peer is None:
+            request.own_pages = self.pages.allocate(total)
+            if request.own_pages is None:
+                return None
+            request.state, _ = REQUEST.step(request.state, RequestEvent.ADMIT_LOCAL)
+            self.counts.local_prefills += 1
+            return [Compute(request.id)]
+        reserved = self.leases.reserve(request.id, request.room, peer, landing, total, now_s)
+        if reserved is None:
             return None
-        slot = self.slots.take()
-        request.own_pages = pages[landing:]
-        lease = Lease(
-            request.room, Ticket(self._next_ticket), peer.address, peer.epoch, peer.registration,
-            pages[:landing], slot, now_s,
-        )  # fmt: skip
-        self._next_ticket += 1
-        return lease
+        lease, request.own_pages = reserved
+        request.state, _ = REQUEST.step(request.state, RequestEvent.ADMIT)
+        request.lease, request.attempts = lease, request.attempts + 1
+        lease.tokens = lease.load_tokens = request.prompt_tokens
+        lease.digest = self._digest_every > 0 and lease.ticket % self._digest_every == 0
+        peer.outstanding_tokens += lease.load_tokens
+        return self.leases.announce(lease, request, now_s)
 
     # the peer's side
 
@@ -155,53 +187,80 @@ class Intake:
             return []
         match message:
             case m.Registered():
-                self.peers.on_registered(message, now_s)
-                return self.admit(now_s)
+                return self.peers.on_registered(message, now_s) + self.admit(now_s)
             case m.Refused():
                 gone = self.peers.on_refused(message, now_s)
                 return self._lose_peers(gone, "the prefill service was restarted or gave us up", now_s)
             case m.Heartbeat():
                 return self._on_heartbeat(message, now_s)
-            case m.Completed() | m.Failed() | m.AbortAck():
+            case m.Completed() | m.Failed() | m.GivenUp() | m.AbortAck():
                 return self._on_answer(message, now_s)
 
-    def _on_answer(self, message: m.Completed | m.Failed | m.AbortAck, now_s: float) -> list[Effect]:
-        lease = self.leases.get(message.ticket)
+    def _on_answer(self, message: m.Completed | m.Failed | m.GivenUp | m.AbortAck, now_s: float) -> list[Effect]:
+        lease = self.leases.open.get(message.ticket)
         if lease is None or (lease.room, lease.peer_epoch) != (message.room, message.epoch):
             # over here already, or another incarnation's: answered so that its sender may forget it, never acted on
             peer = self.peers.find(message.epoch)
-            return [] if peer is None or isinstance(message, m.AbortAck) else [self._ack(peer.address, message)]
+            if peer is None or not isinstance(message, m.Completed | m.Failed):
+                return []
+            return [self.leases.ack(peer.address, message)]
+        in_use = lease.state is LeaseState.EXPOSED
         match message:
-            case m.Failed(clean=False) | m.AbortAck(clean=False) if lease.state is not LeaseState.OWNED:
+            case m.Failed(clean=False) | m.AbortAck(clean=False) if in_use or lease.state is LeaseState.QUARANTINED:
                 return self._on_unclean_end(lease, message, now_s)
-            case m.Completed() if lease.state is LeaseState.EXPOSED:
-                return self._commit(lease, self._request_of(lease), message, now_s)
-            case m.Failed() | m.AbortAck() if lease.state is LeaseState.EXPOSED:
+            case m.Completed() if in_use:
+                return self._commit(lease, message, now_s)
+            case m.Failed() | m.AbortAck() if in_use:
                 request, error = self._request_of(lease), failure_of(message)
-                effects = self._lease_event(lease, LeaseEvent.STOPPED, now_s)
+                effects = self.leases.step(lease, LeaseEvent.STOPPED, now_s)
                 return effects + self._lose_attempt(request, error, now_s) + self.admit(now_s)
+            case m.GivenUp():
+                if not in_use:
+                    return []  # the abort that answers it is repeated by itself
+                return self._abandon_attempt(lease, failure_of(message), now_s) + self.admit(now_s)
             case _:
-                return self._lease_event(lease, LeaseEvent.STOPPED, now_s) + self.admit(now_s)
+                return self.leases.step(lease, LeaseEvent.STOPPED, now_s) + self.admit(now_s)
 
     def _on_unclean_end(self, lease: Lease, message: m.Failed | m.AbortAck, now_s: float) -> list[Effect]:
         """The writer stopped after a failed write, which proves nothing here: its session is fenced (S66)."""
-        effects = [self._ack(lease.peer, message)] if isinstance(message, m.Failed) else []
+        effects = [self.leases.ack(lease.peer, message)] if isinstance(message, m.Failed) else []
         peer = self.peers.peers[lease.peer]
         if peer.registration == lease.registration and peer.state is PeerState.REGISTERED:
             why = message.reason if isinstance(message, m.Failed) else "a transfer failed"
             return effects + self._lose_peers([peer], f"prefill: {why}", now_s)
         return effects
 
-    def _commit(self, lease: Lease, request: Request, message: m.Completed, now_s: float) -> list[Effect]:
+    def _commit(self, lease: Lease, message: m.Completed, now_s: float) -> list[Effect]:
         """S67: only a completion that proves exactly what was asked for commits; any other fails the attempt."""
         self._settle_load(lease)
         wrong = check_coverage(message.parts, np.arange(len(lease.pages)), self._page_bytes)
+        if wrong is None and lease.digest and any(part.digest is None for part in message.parts):
+            wrong = "the digest that was asked for is missing"
         if wrong:
             self.counts.bad_completions += 1
-            error = incomplete(wrong)
-            effects = self._abandon(lease, wrong, now_s)
-            return effects + self._lose_attempt(request, error, now_s) + self.admit(now_s)
-        effects = self._lease_event(lease, LeaseEvent.PROVE, now_s)
+            return self._abandon_attempt(lease, incomplete(wrong), now_s) + self.admit(now_s)
+        lease.completion = message
+        if lease.digest:
+            return self.leases.step(lease, LeaseEvent.VERIFY, now_s)
+        return self._committed(lease, now_s)
+
+    def verified(self, ticket: Ticket, digest: int, now_s: float) -> list[Effect]:
+        """What landed has this digest. The attempt may have been given up meanwhile."""
+        lease = self.leases.open.get(ticket)
+        if lease is None or lease.state is not LeaseState.VERIFYING:
+            return []
+        assert lease.completion is not None
+        told = sum(part.digest or 0 for part in lease.completion.parts) % MODULUS
+        self.counts.digests += 1
+        if told == digest:
+            return self._committed(lease, now_s)
+        self.counts.digest_mismatches += 1
+        return self._abandon_attempt(lease, altered(told, digest), now_s) + self.admit(now_s)
+
+    def _committed(self, lease: Lease, now_s: float) -> list[Effect]:
+        request, message = self._request_of(lease), lease.completion
+        assert message is not None
+        effects = self.leases.step(lease, LeaseEvent.PROVE, now_s)
         sent = sum(sum(part.bytes_by_component.values()) for part in message.parts)
         request.handover = Handover(lease.peer, request.attempts, sent, now_s - lease.sent_s, message.timings)
         request.state, todo = REQUEST.step(request.state, RequestEvent.COMMIT)
@@ -214,49 +273,39 @@ class Intake:
             return []
         active = set(m.unpack_int64(message.active).tolist())
         effects: list[Effect] = []
-        for lease in list(self.leases.values()):
+        for lease in list(self.leases.open.values()):
             if lease.state is not LeaseState.EXPOSED or lease.peer_epoch != message.epoch:
                 continue
             lease.missed_beats = 0 if lease.ticket in active else lease.missed_beats + 1
             if lease.missed_beats >= MISSED_BEATS:
-                request = self._request_of(lease)
-                effects += self._abandon(lease, "the prefill service does not know this attempt", now_s)
-                effects += self._lose_attempt(request, lost("the request was lost on its way to prefill"), now_s)
+                effects += self._abandon_attempt(lease, lost("the request was lost on its way to prefill"), now_s)
         return effects + self.admit(now_s) if effects else effects
 
     def fenced(self, address: PeerAddress, registration: int, now_s: float) -> list[Effect]:
-        """No byte can land through that session any more: every lease that it could reach is proven."""
+        """No byte can land through that session any more, and a fresh one takes its place."""
         self.counts.fences += 1
-        effects: list[Effect] = []
-        for lease in [x for x in self.leases.values() if x.registration == registration]:
-            if lease.state is not LeaseState.OWNED:
-                effects += self._lease_event(lease, LeaseEvent.FENCED, now_s)
+        effects = self.leases.fenced(registration, now_s)
         return effects + self.peers.fenced(address, registration) + self.admit(now_s)
 
-    def tick(self, now_s: float) -> list[Effect]:
-        """Call a few times a second: silent peers, due messages, deadlines, aborts to repeat."""
+    def tick(self, now_s: float, in_forward: Collection[RequestId] = ()) -> list[Effect]:
+        """Call a few times a second: silent peers, due messages, deadlines, aborts to repeat, quarantine to end.
+        Requests ``in_forward`` keep their pages until it has ended."""
         silent, effects = self.peers.tick(now_s)
         effects = self._lose_peers(silent, "the prefill service stopped answering", now_s) + effects
+        registered = [p for p in self.peers.peers.values() if p.state is PeerState.REGISTERED]
+        overdue = self.leases.overdue(registered, bool(self.waiting), now_s)
+        effects += self._lose_peers(overdue, "the prefill service does not end its writes", now_s)
         for request in list(self.requests.values()):
-            if request.state in (RequestState.WAITING, RequestState.REQUESTED) and now_s >= request.deadline_s:
+            if request.state in NO_TOKEN_YET and now_s >= request.deadline_s and request.id not in in_forward:
                 late = Unavailable("no first token within the time limit", code="timeout")
                 effects += self._fail(request, late, now_s)
-        for lease in list(self.leases.values()):
-            if lease.state is LeaseState.QUARANTINED and now_s >= lease.next_abort_s:
-                effects += self._lease_event(lease, LeaseEvent.REPEAT, now_s)
-        return effects + self.admit(now_s)
+        return effects + self.leases.repeat_aborts(now_s) + self.admit(now_s)
 
     def check_integrity(self) -> None:
         """Pages, slots, leases and requests explain each other. Raises IntegrityError."""
-        owned: list[Pages] = [r.own_pages for r in self.requests.values() if r.own_pages is not None]
-        quarantined = [x.pages for x in self.leases.values() if x.state is LeaseState.QUARANTINED]
-        owned += [x.pages for x in self.leases.values() if x.state is not LeaseState.QUARANTINED]
-        self.pages.check_integrity(owned, quarantined)
-        self.slots.check_integrity({x.slot for x in self.leases.values() if x.slot is not None})
-        for ticket, lease in self.leases.items():
-            users = [r for r in self.requests.values() if r.lease is lease]
-            if lease.state is LeaseState.FREE or len(users) != (lease.state is not LeaseState.QUARANTINED):
-                raise IntegrityError(f"lease {ticket} is {lease.state.value} with {len(users)} requests")
+        requests = self.requests.values()
+        users = {r.lease.ticket: r.id for r in requests if r.lease is not None}
+        self.leases.check_integrity([r.own_pages for r in requests if r.own_pages is not None], users)
         started, ended = self.counts.started, sum(self.counts.ended.values())
         if started != ended + len(self.requests):
             raise IntegrityError(f"{started} requests started, {ended} ended, {len(self.requests)} open")
@@ -266,21 +315,27 @@ class Intake:
     def _lose_peers(self, gone: Iterable[Peer], why: str, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         for peer in gone:
-            effects += self.peers.lose(peer)
-            mine = [x for x in self.leases.values() if x.registration == peer.registration]
+            effects += self.peers.lose(peer, why, now_s)
+            mine = [x for x in self.leases.open.values() if x.registration == peer.registration]
             for lease in [x for x in mine if x.state is LeaseState.EXPOSED]:
-                request = self._request_of(lease)
-                effects += self._abandon(lease, why, now_s)
-                effects += self._lose_attempt(request, lost(why), now_s)
+                effects += self._abandon_attempt(lease, lost(why), now_s)
         return effects + self.admit(now_s) if effects else effects
+
+    def _abandon_attempt(self, lease: Lease, error: EngineError, now_s: float) -> list[Effect]:
+        """Its writer may still write; its request is tried again or ends."""
+        request = self._request_of(lease)
+        effects = self.leases.abandon(lease, error.message, now_s)
+        return effects + self._lose_attempt(request, error, now_s)
 
     def _lose_attempt(self, request: Request, error: EngineError, now_s: float) -> list[Effect]:
         """Its lease is on its own from here; the request waits for one more attempt, or ends."""
         avoid = request.lease.peer if request.lease else None
         self._detach(request)
-        if error.retryable and request.attempts < MAX_ATTEMPTS and self.peers.hopeful(now_s):
+        again = error.retryable and error.code != ABORTED
+        elsewhere = request.attempts < MAX_ATTEMPTS and self.peers.hopeful(request.prompt_tokens, now_s)
+        if again and (elsewhere or self._local):
             request.state, _ = REQUEST.step(request.state, RequestEvent.LOSE)
-            request.avoid = avoid
+            request.avoid, request.local = avoid, not elsewhere
             self.waiting.appendleft(request)
             self.counts.retries += 1
             return []
@@ -296,12 +351,13 @@ class Intake:
         if request.state is RequestState.WAITING and request in self.waiting:
             self.waiting.remove(request)
         if request.state is RequestState.REQUESTED and request.lease is not None:
-            effects += self._abandon(request.lease, outcome, now_s)
+            effects += self.leases.abandon(request.lease, outcome, now_s)
             self._detach(request)
         request.state, todo = REQUEST.step(request.state, event)
         for do in todo:
-            if do is Do.FREE and request.lease is not None:
-                effects += self._lease_event(request.lease, LeaseEvent.RELEASE, now_s)
+            if do is Do.FREE:
+                if request.lease is not None:
+                    effects += self.leases.step(request.lease, LeaseEvent.RELEASE, now_s)
                 self._detach(request)
             elif do is Do.END:
                 del self.requests[request.id]
@@ -321,71 +377,6 @@ class Intake:
         self.peers.peers[lease.peer].outstanding_tokens -= lease.load_tokens
         lease.load_tokens = 0
 
-    def _abandon(self, lease: Lease, reason: str, now_s: float) -> list[Effect]:
-        lease.reason = reason
-        return self._lease_event(lease, LeaseEvent.ABANDON, now_s)
-
-    def _lease_event(
-        self, lease: Lease, event: LeaseEvent, now_s: float, request: Request | None = None
-    ) -> list[Effect]:
-        lease.state, todo = LEASE.step(lease.state, event)
-        effects: list[Effect] = []
-        for do in todo:
-            match do:
-                case Do.SEND_PREFILL:
-                    assert request is not None
-                    effects.append(Send(lease.peer, self._prefill(lease, request, now_s)))
-                case Do.SEND_ABORT:
-                    lease.next_abort_s = now_s + ABORT_REPEAT_S
-                    self.counts.aborts += event is LeaseEvent.ABANDON
-                    effects.append(Send(lease.peer, self._abort(lease)))
-                case Do.SEND_ACK:
-                    effects.append(Send(lease.peer, m.Ack(self._epoch, lease.peer_epoch, lease.room, lease.ticket)))
-                case Do.QUARANTINE:
-                    self.pages.quarantine(lease.pages)
-                case Do.FREE:
-                    self.pages.release(lease.pages)
-                    self._free_slot(lease)
-                    del self.leases[lease.ticket]
-                case _:
-                    raise AssertionError(do)
-        return effects
-
-    def _free_slot(self, lease: Lease) -> None:
-        if lease.slot is not None:
-            self.slots.free(lease.slot)
-            lease.slot = None
-
     def _request_of(self, lease: Lease) -> Request:
-        return next(r for r in self.requests.values() if r.lease is lease)
-
-    def _prefill(self, lease: Lease, request: Request, now_s: float) -> m.Prefill:
-        assert lease.slot is not None
-        return m.Prefill(
-            epoch=self._epoch,
-            to_epoch=lease.peer_epoch,
-            reply_to=self._reply_to,
-            registration=lease.registration,
-            room=lease.room,
-            ticket=lease.ticket,
-            tokens=request.spec.prompt,
-            dst_first_position=0,
-            dst_pages=m.pack_int32(lease.pages),
-            slot=lease.slot,
-            sampling=request.spec.sampling,
-            remaining_ms=max(1, int(1000 * (request.deadline_s - now_s))),
-        )
-
-    def _abort(self, lease: Lease) -> m.Abort:
-        return m.Abort(
-            epoch=self._epoch,
-            to_epoch=lease.peer_epoch,
-            reply_to=self._reply_to,
-            registration=lease.registration,
-            room=lease.room,
-            ticket=lease.ticket,
-            reason=lease.reason,
-        )
-
-    def _ack(self, address: PeerAddress, message: m.Completed | m.Failed) -> Effect:
-        return Send(address, m.Ack(self._epoch, message.epoch, message.room, message.ticket))
+        assert lease.request is not None
+        return self.requests[lease.request]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from decode_svc.effects import Effect, Fence, OpenSession, Send
+from decode_svc.effects import Effect, Fence, OpenSession, Send, Up
 from shared.ids import Epoch, PeerAddress
 from shared.protocol.local import PeerStatus
 from shared.protocol.messages import Difference, Heartbeat, Refused, Region, Register, Registered
@@ -24,7 +24,10 @@ STALL_S = 0.75
 """A loop that did not tick for so long judges nobody before it has listened again."""
 REGISTER_S = 1.0
 HOPE_S = 3.0
-"""How long a request waits for a peer that was heard from and is about to register again."""
+"""How long requests wait for a peer that was heard from and is about to register again."""
+GRACE_S = 1.0
+"""How long a new request waits for a peer that is not there: twice what a link needs to find one that is back, so that
+the first request after a restart finds it."""
 
 
 class PeerState(Enum):
@@ -44,6 +47,7 @@ class Peer:
     capacity_tokens: int = 0
     differences: list[Difference] = field(default_factory=list)
     last_seen_s: float = float("-inf")
+    away_since_s: float = 0.0
     suspect_until_s: float = float("-inf")
     next_register_s: float = 0.0
     outstanding_tokens: int = 0
@@ -71,7 +75,9 @@ class PeerBook:
         self._last_tick_s: float | None = None
         self._next_beat_s = 0.0
 
-    def start(self) -> list[Effect]:
+    def start(self, now_s: float) -> list[Effect]:
+        for peer in self.peers.values():
+            peer.away_since_s = now_s
         return [self._open(peer) for peer in self.peers.values()]
 
     def session_ready(self, address: PeerAddress, registration: int, session: str) -> None:
@@ -94,19 +100,28 @@ class PeerBook:
         able = [p for p in self.peers.values() if self._able(p, prompt_tokens)]
         return min(able, key=lambda p: (p.address == avoid, p.outstanding_tokens), default=None)
 
-    def hopeful(self, now_s: float) -> bool:
-        """Is any peer registered, or heard from lately and so about to register again?"""
+    def hopeful(self, prompt_tokens: int, now_s: float, patience_s: float = 0.0) -> bool:
+        """Does any peer take this prompt, or may one soon: it was heard from lately and is about to register again?
+        With ``patience_s`` left, any that may still answer at all will do."""
         return any(
-            p.state is PeerState.REGISTERED
-            or (p.state in (PeerState.CONNECTING, PeerState.LOST) and now_s - p.last_seen_s < HOPE_S)
+            self._able(p, prompt_tokens)
+            or (
+                p.state in (PeerState.CONNECTING, PeerState.LOST) and (patience_s > 0 or now_s - p.last_seen_s < HOPE_S)
+            )
             for p in self.peers.values()
         )
 
-    def on_registered(self, message: Registered, now_s: float) -> None:
+    def largest_capacity_tokens(self) -> int:
+        """The longest prompt that a registered peer takes; 0: there is none."""
+        return max((p.capacity_tokens for p in self.peers.values() if p.state is PeerState.REGISTERED), default=0)
+
+    def on_registered(self, message: Registered, now_s: float) -> list[Effect]:
         for peer in self.peers.values():
             if peer.registration == message.registration and peer.state in (PeerState.CONNECTING, PeerState.REFUSED):
                 peer.state, peer.epoch, peer.differences = PeerState.REGISTERED, message.epoch, []
                 peer.capacity_tokens, peer.last_seen_s = message.capacity.max_prompt_tokens, now_s
+                return [Up(peer.address, now_s - peer.away_since_s)]
+        return []
 
     def on_refused(self, message: Refused, now_s: float) -> list[Peer]:
         """Returns the peers that this makes lost: registered ones that no longer know us."""
@@ -133,10 +148,18 @@ class PeerBook:
         if peer := self.peers.get(PeerAddress(address)):
             peer.suspect_until_s = now_s + SUSPICION_S
 
-    def lose(self, peer: Peer) -> list[Effect]:
+    def lose(self, peer: Peer, why: str, now_s: float) -> list[Effect]:
         """Its session is retired; everything it may have been writing waits for that."""
-        peer.state = PeerState.LOST
-        return [Fence(peer.address, peer.registration)]
+        peer.state, peer.away_since_s = PeerState.LOST, now_s
+        return [Fence(peer.address, peer.registration, why)]
+
+    def __str__(self) -> str:
+        """For an error message: each peer and its state."""
+        shown = [
+            f"{p.address} is {p.state.value}" + (f" ({'; '.join(map(str, p.differences))})" if p.differences else "")
+            for p in self.peers.values()
+        ]
+        return ", ".join(shown) or "none is configured"
 
     def tick(self, now_s: float) -> tuple[list[Peer], list[Effect]]:
         """(peers found silent for too long, messages due)."""

@@ -7,6 +7,7 @@ from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
 from shared.kv.pages import Pages
 from shared.protocol.local import Generate, Handover
 from shared.protocol.machine import LeaseState, RequestState
+from shared.protocol.messages import Completed
 
 
 @dataclass
@@ -15,14 +16,23 @@ class Lease:
 
     room: Room
     ticket: Ticket
+    request: RequestId | None
+    """Whom it serves; None once it was given up."""
     peer: PeerAddress
     peer_epoch: Epoch
     registration: int
     pages: Pages
     slot: int | None
     sent_s: float
+    tokens: int = 0
+    """Rows that are to land."""
+    digest: bool = False
+    """Its content is compared before it is committed."""
     state: LeaseState = LeaseState.HELD
+    completion: Completed | None = None
+    """What its writer said, while the content is being compared."""
     reason: str = ""
+    given_up_s: float = 0.0
     next_abort_s: float = 0.0
     missed_beats: int = 0
     load_tokens: int = 0
@@ -31,17 +41,20 @@ class Lease:
 
 @dataclass
 class Request:
-    """One client request. ``lease`` is its current attempt's; ``own_pages`` hold what decode itself will compute."""
+    """One client request. ``lease`` is its current attempt's; ``own_pages`` hold what decode itself computes."""
 
     spec: Generate
     room: Room
     prompt_tokens: int
+    arrived_s: float
     deadline_s: float
     state: RequestState = RequestState.WAITING
     lease: Lease | None = None
     own_pages: Pages | None = None
     attempts: int = 0
     avoid: PeerAddress | None = None
+    local: bool = False
+    """Decode is to compute its prompt itself."""
     handover: Handover | None = None
 
     @property
@@ -59,3 +72,6 @@ class Counts:
     aborts: int = 0
     fences: int = 0
     bad_completions: int = 0
+    digests: int = 0
+    digest_mismatches: int = 0
+    local_prefills: int = 0

@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from shared.ids import AttemptKey, Epoch, PeerAddress
+from shared.kv.pages import Pages
+from shared.kv.placement import Positions
 from shared.transfer.engine import Blocks
 
 
@@ -39,6 +41,14 @@ class CloseSender:
     sender: SenderId
 
 
+class Digest(NamedTuple):
+    """What to digest: source ``pages`` ``[n]`` at ``positions`` ``[n]``, rows of the first ``tokens`` tokens."""
+
+    pages: Pages
+    positions: Positions
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Write:
     """Write the batches one after the other, then call ``written`` or ``write_failed``."""
@@ -46,6 +56,7 @@ class Write:
     sender: SenderId
     key: AttemptKey
     batches: list[Blocks]
+    digest: Digest | None
 
 
 @dataclass(frozen=True)

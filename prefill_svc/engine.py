@@ -14,6 +14,7 @@ from prefill_svc.peers import DecodePeers
 from prefill_svc.scheduler import Piece
 from shared.config import PrefillConfig
 from shared.ids import AttemptKey, PeerAddress, new_epoch
+from shared.kv.digest import digest
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
 from shared.limited_log import RateLimitedLog
@@ -22,7 +23,7 @@ from shared.ops.metrics import Meter
 from shared.ops.setup import LoadedRuntime, load_runtime
 from shared.protocol import messages as m
 from shared.protocol.codec import Codec
-from shared.protocol.local import HEARTBEAT_S, Cancel, Drained, Generate, Ready, Status, ToEngine
+from shared.protocol.local import HEARTBEAT_S, Cancel, Drained, Generate, Ready, Status, Stop, ToEngine
 from shared.protocol.local import Drain as DrainRequest
 from shared.runtime.runner import PrefillBatch
 from shared.transfer.mooncake_engine import MooncakeEngine
@@ -89,6 +90,8 @@ class PrefillEngine:
         match message:
             case DrainRequest(grace_s=grace_s):
                 self._host.spawn(self._drain(grace_s))
+            case Stop(request=request):
+                self._do(self._handoff.stop(request, self._host.now_s()))
             case Generate() | Cancel():
                 log.warning("a prefill engine takes no %s from its front", type(message).__name__)
 
@@ -109,8 +112,10 @@ class PrefillEngine:
                         differences = "; ".join(map(str, message.differences))
                         self._limited.warning(address + differences, "refused decode %s: %s", address, differences)
                     self._host.outbox.send(address, message)
-                case Write(sender, key, batches):
-                    future = self._senders[sender].send(batches)
+                case Write(sender, key, batches, of):
+                    pool = self._runtime.pool
+                    wanted = partial(digest, pool.layout, pool.read, *of) if of is not None else None
+                    future = self._senders[sender].send(batches, wanted)
                     future.add_done_callback(partial(self._written, key))
                 case Drain(sender, key):
                     log.warning("transfer failed, retiring the sending engine of decode %d", sender.decode_epoch)
@@ -130,7 +135,7 @@ class PrefillEngine:
         else:
             result = future.result()
             log.debug("room %d: %d bytes in %.1f ms", key.room, result.sent_bytes, 1e3 * result.write_s)
-            self._do(self._handoff.written(key, result.sent_bytes, result.write_s, now_s))
+            self._do(self._handoff.written(key, result.sent_bytes, result.write_s, result.digest, now_s))
         self._wake.set()
 
     def _drained(self, key: AttemptKey, future: "asyncio.Future[None]") -> None:
@@ -213,12 +218,16 @@ class PrefillEngine:
         meter.total("handoff_prefill_tokens_total", counts.tokens)
         meter.total("handoff_transfer_failures_total", counts.transfer_failures)
         meter.total("handoff_transfer_bytes_total", counts.bytes_sent)
-        for timings in counts.timings:
+        meter.total("handoff_stopped_total", counts.stopped)
+        for timings, sent_bytes in counts.finished:
             meter.sample("handoff_queue_seconds", timings.queue_s)
             meter.sample("handoff_prefill_seconds", timings.prefill_s)
             meter.sample("handoff_transfer_seconds", timings.write_s)
             meter.sample("handoff_transfer_exposed_seconds", timings.exposed_s)
-        counts.timings.clear()
+            meter.sample("handoff_transfer_size_bytes", sent_bytes)
+            meter.sample("handoff_goodput_bytes_per_second", sent_bytes / max(timings.write_s, 1e-9))
+        counts.finished.clear()
+        meter.gauge("handoff_tasks", self._host.tasks)
         meter.gauge("handoff_running_requests", len(handoff.senders) - len(handoff.queue))
         meter.gauge("handoff_waiting_requests", len(handoff.queue))
         meter.gauge("handoff_pages_usable", handoff.pages.usable_pages)

@@ -5,17 +5,18 @@ owns its source pages and source row until neither a forward nor a transfer touc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefill_svc.effects import Drain, Effect, Send, SenderId, Write
+from prefill_svc.checks import objection
+from prefill_svc.effects import Digest, Drain, Effect, Send, SenderId, Write
 from prefill_svc.peers import DecodePeer, DecodePeers
+from prefill_svc.records import Counts, Sender
 from prefill_svc.scheduler import Piece, Waiting, pack
-from shared.errors import DestinationRefused, HandoffError, IntegrityError, MessageError
-from shared.ids import AttemptKey, Epoch, Ticket
+from shared.errors import HandoffError, IntegrityError, MessageError
+from shared.ids import AttemptKey, Epoch, RequestId, Ticket
 from shared.kv.layout import Layout, meta_row
-from shared.kv.pages import PageAllocator, Pages
+from shared.kv.pages import PageAllocator
 from shared.kv.placement import destinations, owned
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
@@ -25,42 +26,6 @@ from shared.transfer.plan import blocks_for, check_page_count, coverage, row_blo
 REPEAT_S = 1.0
 RANK, RANKS = 0, 1
 """This engine is all of its prefill service: it owns every page."""
-
-
-@dataclass
-class Sender:
-    """One attempt. Times are seconds of one monotonic clock; ``done`` counts computed tokens."""
-
-    key: AttemptKey
-    peer: DecodePeer
-    spec: m.Prefill
-    tokens: m.Int32s
-    destination: m.Int32s
-    arrived_s: float
-    deadline_s: float
-    state: SenderState = SenderState.QUEUED
-    done: int = 0
-    pages: Pages | None = None
-    slot: int | None = None
-    started_s: float = 0.0
-    computed_s: float = 0.0
-    result: m.Completed | m.Failed | None = None
-    next_repeat_s: float = 0.0
-
-
-@dataclass
-class Counts:
-    """Totals since the start, for the metrics."""
-
-    accepted: int = 0
-    ended: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "aborted": 0})
-    transfer_failures: int = 0
-    refused_messages: int = 0
-    tokens: int = 0
-    bytes_sent: int = 0
-    """Of attempts that finished, counted from what was written (S32)."""
-    timings: list[m.Timings] = field(default_factory=list)
-    """Of attempts that finished since the last look."""
 
 
 class Handoff:
@@ -133,7 +98,7 @@ class Handoff:
             return [Send(peer.address, self._failed(sender, "the service is stopping", "shutting_down", True))]
         self.senders[key] = sender
         self.counts.accepted += 1
-        if error := self._objection(sender):
+        if error := objection(sender, self._layout, self._max_prompt_tokens, self._vocab_size):
             return self._fail(sender, SenderEvent.REFUSE, error.message, error.code, error.retryable, now_s)
         self.queue.append(key)
         return []
@@ -153,6 +118,17 @@ class Handoff:
         if sender is None or sender.state is not SenderState.ANNOUNCED:
             return []
         return self._event(sender, SenderEvent.ACK)
+
+    def stop(self, request: RequestId, now_s: float) -> list[Effect]:
+        """An operator ends the attempts of this client request, or all ("") of them. What is announced stays so."""
+        effects: list[Effect] = []
+        for sender in list(self.senders.values()):
+            if request in ("", sender.spec.request) and SenderEvent.STOP in SENDER.rows[sender.state]:
+                self.counts.stopped += 1
+                why, key = "stopped by an operator", sender.key
+                sender.given_up = m.GivenUp(self._epoch, key.decode_epoch, key.room, key.ticket, why, "aborted")
+                effects += self._fail(sender, SenderEvent.STOP, why, "aborted", True, now_s)
+        return effects
 
     # forwards
 
@@ -218,25 +194,27 @@ class Handoff:
 
     # transfers
 
-    def written(self, key: AttemptKey, sent_bytes: int, write_s: float, now_s: float) -> list[Effect]:
-        """Every byte of the attempt has landed."""
+    def written(
+        self, key: AttemptKey, sent_bytes: int, write_s: float, digest: int | None, now_s: float
+    ) -> list[Effect]:
+        """Every byte of the attempt has landed. ``digest``: of what was sent, where it was asked for."""
         sender = self.senders[key]
+        if sender.state is not SenderState.WRITING:
+            sender.next_repeat_s = now_s + REPEAT_S
+            return self._event(sender, SenderEvent.WRITTEN)
         timings = m.Timings(
-            queue_s=sender.started_s - sender.arrived_s,
-            prefill_s=sender.computed_s - sender.started_s,
-            exposed_s=now_s - sender.computed_s,
+            queue_s=m.duration_s(sender.arrived_s, sender.started_s),
+            prefill_s=m.duration_s(sender.started_s, sender.computed_s),
+            exposed_s=m.duration_s(sender.computed_s, now_s),
             write_s=write_s,
         )
         positions = np.arange(self._layout.pages_for(len(sender.tokens)))
-        sender.result = m.Completed(
-            self._epoch, key.decode_epoch, key.room, key.ticket, [coverage(RANK, positions, self._regions)], timings
-        )
+        part = coverage(RANK, positions, self._regions, digest)
+        sender.result = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], timings)
         sender.next_repeat_s = now_s + REPEAT_S
-        effects = self._event(sender, SenderEvent.WRITTEN)
-        if sender.state is SenderState.ANNOUNCED:
-            self.counts.bytes_sent += sent_bytes
-            self.counts.timings.append(timings)
-        return effects
+        self.counts.bytes_sent += sent_bytes
+        self.counts.finished.append((timings, sent_bytes))
+        return self._event(sender, SenderEvent.WRITTEN)
 
     def write_failed(self, key: AttemptKey, error: Exception, now_s: float) -> list[Effect]:
         """The transfer says that it failed: bytes of it may still be moving."""
@@ -258,7 +236,7 @@ class Handoff:
         """Call a few times a second: silent peers, results to repeat, heartbeats, workers to close."""
         effects = self._lose(self.peers.tick(now_s))
         for sender in list(self.senders.values()):
-            if sender.state is SenderState.ANNOUNCED and now_s >= sender.next_repeat_s:
+            if SenderEvent.REPEAT in SENDER.rows[sender.state] and now_s >= sender.next_repeat_s:
                 sender.next_repeat_s = now_s + REPEAT_S
                 effects += self._event(sender, SenderEvent.REPEAT)
         active: dict[SenderId, list[Ticket]] = {}
@@ -302,6 +280,9 @@ class Handoff:
                 case Do.SEND_RESULT:
                     assert sender.result is not None
                     effects.append(Send(sender.peer.address, sender.result))
+                case Do.SEND_GIVEN_UP:
+                    assert sender.given_up is not None
+                    effects.append(Send(sender.peer.address, sender.given_up))
                 case Do.SEND_ABORT_ACK:
                     key = sender.key
                     ack = m.AbortAck(self._epoch, key.decode_epoch, key.room, key.ticket, not sender.peer.dirty)
@@ -324,7 +305,8 @@ class Handoff:
         check_page_count(key.room, RANK, source, destination)
         kv = blocks_for(runs_of(source, destination), self._regions, sender.peer.regions[:-1])
         row = row_block(self._row_region, sender.slot, sender.peer.regions[-1], sender.spec.slot)
-        return Write(sender.peer.sender, key, [kv, row])
+        digest = Digest(source, positions, len(sender.tokens)) if spec.digest else None
+        return Write(sender.peer.sender, key, [kv, row], digest)
 
     def _reserve(self, sender: Sender) -> bool:
         if sender.pages is not None:
@@ -345,28 +327,6 @@ class Handoff:
         if sender.slot is not None:
             self.slots.free(sender.slot)
         sender.pages, sender.slot = None, None
-
-    def _objection(self, sender: Sender) -> HandoffError | None:
-        """Everything that can be checked before any work starts: S7, S8, and ranges of ids on both sides."""
-        spec, tokens, destination = sender.spec, sender.tokens, sender.destination
-        if not (0 <= spec.room < 2**63 and spec.ticket < 2**63):
-            return DestinationRefused(f"room {spec.room} and ticket {spec.ticket} must be in 0 … 2**63 - 1")
-        if not 0 < len(tokens) <= self._max_prompt_tokens:
-            return DestinationRefused(
-                f"expected 1 … {self._max_prompt_tokens} tokens, got {len(tokens)}", code="capacity"
-            )
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            return DestinationRefused(f"token ids must be 0 … {self._vocab_size - 1}", code="bad_token")
-        if spec.dst_first_position != 0:
-            return DestinationRefused(f"destination starts at position {spec.dst_first_position}, expected 0")
-        wanted, items = self._layout.pages_for(len(tokens)), sender.peer.regions[0].items
-        if len(destination) != wanted:
-            return DestinationRefused(f"expected {wanted} destination pages, got {len(destination)}")
-        if destination.min() < 1 or destination.max() >= items or len(set(destination.tolist())) != wanted:
-            return DestinationRefused(f"destination pages must be distinct and in 1 … {items - 1}")
-        if not 0 <= spec.slot < sender.peer.regions[-1].items:
-            return DestinationRefused(f"slot {spec.slot} is not in 0 … {sender.peer.regions[-1].items - 1}")
-        return None
 
     def _fail(
         self, sender: Sender, event: SenderEvent, reason: str, code: str, retryable: bool, now_s: float

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 MAX_PORT = 65535
 LOG_LEVELS = ("debug", "info", "warning", "error")
+ON_PREFILL_LOSS = ("fail", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -70,6 +71,14 @@ class DecodeConfig(ServiceConfig):
     prefill: tuple[str, ...] = _option((), "HOST:CONTROL_PORT of a prefill service; repeatable")
     request_timeout_s: float = _option(
         300.0, "a request without its first token by then is ended with an error", low=0.001
+    )
+    on_prefill_loss: str = _option(
+        "fail",
+        "where no prefill service serves a prompt: fail it with a retryable 503, or compute it on decode (local)",
+        choices=ON_PREFILL_LOSS,
+    )
+    digest_every: int = _option(
+        0, "compare the content of each so many-th hand-over on both sides before it is used; 0: none, 1: all"
     )
 
 

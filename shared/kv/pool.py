@@ -1,8 +1,11 @@
 """The tensors behind the pages: one per buffer of the layout, allocated once and never moved."""
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shared.kv.layout import Layout
+from shared.kv.pages import Pages
 from shared.protocol.messages import Region
 
 
@@ -22,6 +25,13 @@ class KVPool:
     def pages(self, component: str, layer: int) -> torch.Tensor:
         """One buffer's storage, shape [num_pages, page_size, *row_shape]. Raises KeyError for a layer without one."""
         return self._tensors[component, layer]
+
+    def read(self, component: str, layer: int, pages: Pages) -> npt.NDArray[np.uint8]:
+        """A copy of those pages' bytes, shape [n, item bytes]."""
+        tensor = self.pages(component, layer)
+        picked = tensor[torch.from_numpy(pages).long().to(tensor.device)].cpu()
+        content: npt.NDArray[np.uint8] = picked.flatten(1).view(torch.uint8).numpy()
+        return content
 
     def regions(self) -> list[Region]:
         """What the transfer engine registers and the peer is told, in the layout's order."""

@@ -23,6 +23,7 @@ from shared.protocol.local import (
     Ready,
     StartFailed,
     Status,
+    Stop,
     ToEngine,
     ToFront,
 )
@@ -54,8 +55,9 @@ class EngineFailure(HandoffError):
 class RequestStream:
     """One running request's outputs, in order. The last one carries ``finish``; an error is raised instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_id: str) -> None:
         self.outcome = "aborted"
+        self.client_id = client_id
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
     def put(self, output: Output) -> None:
@@ -218,15 +220,16 @@ class EngineClient:
         return self.ready.info
 
     @contextmanager
-    def generate(self, message: Generate) -> Iterator[RequestStream]:
+    def generate(self, message: Generate, client_id: str = "") -> Iterator[RequestStream]:
         """Give the engine a request for as long as the block runs; leaving before its ending cancels it, once.
 
-        Raises Unavailable, or what ``send`` raises; then the engine has not seen the request.
+        ``client_id`` is the client's own name for it, which others may use too. Raises Unavailable, or what ``send``
+        raises; then the engine has not seen the request.
         """
         self.require()
         if message.request in self._running:
             raise StateError(f"request {message.request} is running already")
-        stream = RequestStream()
+        stream = RequestStream(client_id)
         self._registry.count("handoff_requests_started_total")
         try:
             try:
@@ -240,6 +243,22 @@ class EngineClient:
             if self._running.pop(message.request, None) is not None:
                 self._cancel(message.request)
             self._registry.count(f"handoff_requests_total{{outcome={stream.outcome}}}")
+
+    def abort(self, name: str) -> int:
+        """An operator ends running requests: the one of this id, those whose client gave it this name, or all ("").
+        Returns how many there were."""
+        bare = name.rpartition("-")[2]  # an answer's id is the request's with a prefix
+        named = [r for r, stream in self._running.items() if name in ("", r, stream.client_id) or r == bare]
+        error = EngineError("aborted by an operator", "aborted", 503, "service_unavailable", True)
+        for request in named:
+            self._deliver(Output(request, [], [], error=error))
+            self._cancel(request)
+        return len(named)
+
+    def stop(self, name: str) -> None:
+        """For a prefill's engine: end the attempts of this request, or all (""). Raises Unavailable, PeerBusy."""
+        self.require()
+        self._send(Stop(RequestId(name.rpartition("-")[2])))
 
     def _deliver(self, output: Output) -> None:
         stream = self._running.get(output.request)

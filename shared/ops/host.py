@@ -93,6 +93,11 @@ class Host:
     def malformed_messages(self) -> int:
         return self._control.counters.malformed if self._control else 0
 
+    @property
+    def tasks(self) -> int:
+        """All tasks of this loop."""
+        return len(asyncio.all_tasks())
+
     @staticmethod
     def now_s() -> float:
         return time.monotonic()

@@ -10,12 +10,15 @@ import msgspec
 from aiohttp import web
 
 from shared.errors import ConfigError, HandoffError, RequestError
+from shared.limited_log import RateLimitedLog
 from shared.ops.front import EngineClient
 from shared.ops.metrics import ROUTES, Registry
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+REFUSAL_LOG_S = 10.0
+"""At most one line for each reason in this time: while a service is down every request is refused for it."""
 _REQUEST_ID = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -24,6 +27,30 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def request_id(request: web.Request) -> str:
     """Our own name for this HTTP request; never the client's X-Request-Id, which two clients may share."""
     return request[_REQUEST_ID]
+
+
+def client_id(request: web.Request) -> str:
+    """The client's X-Request-Id where it can be shown, else an empty string."""
+    theirs = request.headers.get("X-Request-Id", "")
+    return theirs if len(theirs) <= 256 and theirs.isascii() and theirs.isprintable() else ""
+
+
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As SGLang's: one request by its id, or all."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+async def abort_target(request: web.Request) -> str:
+    """The body's request id, or "" for all. Raises RequestError where it is not exactly one of the two."""
+    try:
+        body = msgspec.json.decode(await request.read(), type=AbortRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is no abort request: {error}", code="invalid_body") from error
+    if bool(body.rid) == body.abort_all:
+        raise RequestError("expected either rid or abort_all: true", param="rid", code="invalid_value")
+    return body.rid
 
 
 def error_object(error: HandoffError) -> dict[str, Any]:
@@ -53,12 +80,14 @@ def error_response(error: HandoffError) -> web.Response:
 def base_app(engine: EngineClient, registry: Registry) -> web.Application:
     """/health and /metrics; every error in OpenAI's shape; each response counted and given an X-Request-Id."""
 
+    limited = RateLimitedLog(log, REFUSAL_LOG_S)
+
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[_REQUEST_ID] = uuid.uuid4().hex
         status = "closed"
         try:
-            response = await _answered(request, handler)
+            response = await _answered(request, handler, limited)
             status = f"{response.status // 100}xx"
             log.debug("%s %r → %d", request.method, request.path, response.status)
             return response
@@ -66,9 +95,7 @@ def base_app(engine: EngineClient, registry: Registry) -> web.Application:
             registry.count(f"handoff_http_requests_total{{route={_route(request)},status={status}}}")
 
     async def name_response(request: web.Request, response: web.StreamResponse) -> None:
-        theirs = request.headers.get("X-Request-Id", "")
-        echo = 0 < len(theirs) <= 256 and theirs.isascii() and theirs.isprintable()
-        response.headers["X-Request-Id"] = theirs if echo else request_id(request)
+        response.headers["X-Request-Id"] = client_id(request) or request_id(request)
 
     async def health(_request: web.Request) -> web.Response:
         verdict = engine.health(engine.clock())
@@ -93,13 +120,15 @@ def _route(request: web.Request) -> str:
     return request.path if request.path in ROUTES else "other"
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler, limited: RateLimitedLog) -> web.StreamResponse:
     """The handler's response, or its error as one. Cancellation (the client is gone) passes through."""
     try:
         return await handler(request)
     except HandoffError as error:
-        level = logging.DEBUG if isinstance(error, RequestError) else logging.WARNING
-        log.log(level, "%s %r refused: %s", request.method, request.path, error.message)
+        if isinstance(error, RequestError):
+            log.debug("%s %r refused: %s", request.method, request.path, error.message)
+        else:
+            limited.warning(error.code, "%s %r refused: %s", request.method, request.path, error.message)
         return error_response(error)
     except web.RequestPayloadError as error:
         request.content.feed_eof()  # or aiohttp meets the same error again, as its own, when it discards the rest

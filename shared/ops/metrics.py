@@ -17,6 +17,8 @@ Source: TypeAlias = Literal["engine", "front"]
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BYTES = tuple(float(4**n << 10) for n in range(14))
+"""1 KiB … 64 GiB"""
 _OUTCOMES = ("finished", "failed", "aborted")
 ROUTES = (
     "/v1/chat/completions",
@@ -26,6 +28,7 @@ ROUTES = (
     "/metrics",
     "/server_info",
     "/get_server_info",
+    "/abort_request",
     "other",
 )
 
@@ -54,6 +57,7 @@ class Metric(NamedTuple):
 _STATES = ("connecting", "registered", "refused", "lost")
 _HTTP = (("route", ROUTES), ("status", ("2xx", "4xx", "5xx", "closed")))
 _OUTCOME = (("outcome", _OUTCOMES),)
+_DIGESTS = (("outcome", ("equal", "different")),)
 
 TABLE = (
     # what clients see
@@ -90,6 +94,14 @@ TABLE = (
     Metric("handoff_transfer_seconds", "histogram", "engine", "front", "First submit to last byte of one hand-over"),
     Metric("handoff_transfer_exposed_seconds", "histogram", "engine", "front", "End of the forward to last byte"),
     Metric("handoff_commit_seconds", "histogram", None, "front", "Prefill asked to hand-over committed"),
+    Metric("handoff_transfer_size_bytes", "histogram", "engine", "front", "Bytes of one hand-over"),
+    Metric("handoff_goodput_bytes_per_second", "histogram", "engine", "front", "Bytes of one hand-over, by its writes"),
+    Metric("handoff_stopped_total", "counter", "engine", None, "Attempts stopped by an operator"),
+    Metric("handoff_leases", "gauge", None, "engine", "Attempts whose landing pages are not back yet"),
+    Metric("handoff_tasks", "gauge", "engine", "engine", "Tasks of the engine's loop"),
+    Metric("handoff_fence_seconds", "histogram", None, "engine", "Retiring one receive session"),
+    Metric("handoff_digests_total", "counter", None, "engine", "Hand-overs compared, by outcome", _DIGESTS),
+    Metric("handoff_local_prefills_total", "counter", None, "engine", "Prompts that decode computed itself"),
     Metric("handoff_retries_total", "counter", None, "engine", "Hand-over attempts after a request's first"),
     Metric("handoff_aborts_total", "counter", "engine", "engine", "Attempts given up (decode) or stopped (prefill)"),
     Metric("handoff_fences_total", "counter", None, "engine", "Receive sessions retired to stop a writer"),
@@ -159,8 +171,9 @@ class Registry:
                 gauge = Gauge(metric.name, metric.help, names, registry=self._registry)
                 self._gauges |= {key: gauge.labels(**by) if by else gauge for key, by in metric.series()}
             case "histogram":
+                buckets = _SECONDS if metric.name.endswith("_seconds") else _BYTES
                 self._histograms[metric.name] = Histogram(
-                    metric.name, metric.help, buckets=_SECONDS, registry=self._registry
+                    metric.name, metric.help, buckets=buckets, registry=self._registry
                 )
 
     def count(self, name: str, n: float = 1.0) -> None:

@@ -41,6 +41,12 @@ class Cancel(LocalMessage, frozen=True):
     request: RequestId
 
 
+class Stop(LocalMessage, frozen=True):
+    """The operator's abort, on prefill: this client request's attempts end with an error; "" means all of them."""
+
+    request: RequestId
+
+
 class Drain(LocalMessage, frozen=True):
     """Take nothing new; end what still runs after ``grace_s`` seconds with an explicit error; then say Drained."""
 
@@ -140,5 +146,5 @@ class Drained(LocalMessage, frozen=True):
     """Every request has ended and no byte is in flight; the engine exits after it."""
 
 
-ToEngine: TypeAlias = Generate | Cancel | Drain
+ToEngine: TypeAlias = Generate | Cancel | Stop | Drain
 ToFront: TypeAlias = Ready | StartFailed | Outputs | Status | Drained

@@ -9,11 +9,12 @@ Rules that the tables encode; the tests name them, the random walk tries to brea
    or a lost peer only quarantine it (S66); so does a writer that stopped after a failure, whose bytes may still lie in
    this side's socket buffers.
 3. A lease and the request that it was made for part when an attempt fails: the request may go on with a fresh lease
-   while the old one waits for its proof.
+   while the old one waits for its proof. Or without one: decode may compute a prompt itself, in pages of its own.
 4. A sender (prefill) frees its pages only when neither a forward nor a transfer touches them. A failed write has not
    stopped: DRAIN comes first (the engine's -1 is no proof).
 5. Every attempt that prefill has accepted ends in Completed, Failed or AbortAck, each of them sent only after the
-   last byte. Completed and Failed are repeated until Ack; decode repeats Abort until any of the three answers.
+   last byte. Completed and Failed are repeated until Ack; decode repeats Abort until any of the three answers. GivenUp
+   only says that no result will come, so that nobody waits for it; it frees nothing.
 6. An event that a state does not list is a defect and raises StateError. What a network may repeat or reorder is
    listed, mostly as a transition to the same state.
 """
@@ -33,6 +34,8 @@ class Do(Enum):
     SEND_ACK = "send Ack"
     SEND_ABORT_ACK = "send AbortAck"
     SEND_RESULT = "send Completed or Failed"
+    SEND_GIVEN_UP = "send GivenUp"
+    DIGEST = "compute the digest of what landed"
     QUARANTINE = "quarantine pages and slot"
     FREE = "free pages and slot"
     FREE_SLOT = "free slot"
@@ -48,6 +51,7 @@ class RequestState(Enum):
     WAITING = "waiting"  # for pages, a slot and a peer
     REQUESTED = "requested"  # from a prefill peer
     LANDED = "landed"  # committed; its metadata row not consumed yet
+    COMPUTING = "computing"  # its prompt, by decode itself
     RUNNING = "running"  # in the decode batch
     DONE = "done"
     FAILED = "failed"
@@ -58,6 +62,8 @@ class RequestEvent(Enum):
     COMMIT = "commit"
     LOSE = "lose attempt"  # and try once more
     PREBUILT = "prebuilt step done"
+    ADMIT_LOCAL = "admit without a prefill"
+    COMPUTED = "decode has computed its prompt"
     FINISH = "finish"
     CANCEL = "client cancels"
     FAIL = "fail"
@@ -68,6 +74,7 @@ class LeaseState(Enum):
 
     HELD = "held"  # nobody was told
     EXPOSED = "exposed"  # announced: its writer may write at any time
+    VERIFYING = "verifying"  # proven complete, its content being compared
     QUARANTINED = "quarantined"  # given up, its writer may still write
     OWNED = "owned"  # proven complete; the request's alone
     FREE = "free"
@@ -75,7 +82,9 @@ class LeaseState(Enum):
 
 class LeaseEvent(Enum):
     ANNOUNCE = "announce"
-    PROVE = "completion proves coverage"
+    VERIFY = "completion proves coverage, digest asked for"
+    PROVE = "proven complete"
+    DISCARD = "complete, but not what was sent or not wanted"
     STOPPED = "writer stopped cleanly"
     ABANDON = "give up"
     REPEAT = "abort timer"
@@ -90,6 +99,7 @@ class SenderState(Enum):
     COMPUTING = "computing"  # in the forward that runs now
     WRITING = "writing"
     DRAINING = "draining"  # a write failed; will end in Failed
+    FAILING = "failing"  # stopped on this side with a forward or a transfer still running; will end in Failed
     ABORTING = "aborting"  # aborted with a forward or a transfer still running; will end in AbortAck
     ANNOUNCED = "announced"  # result sent, not acknowledged
     RELEASED = "released"
@@ -104,6 +114,7 @@ class SenderEvent(Enum):
     WRITE_FAILED = "transfer failed"
     DRAINED = "sending engine retired"
     REFUSE = "cannot be served"
+    STOP = "stopped by the operator"
     ABORT = "abort, or decode is lost"
     ACK = "acknowledged"
     REPEAT = "result timer"
@@ -143,6 +154,7 @@ REQUEST: Table[RequestState, RequestEvent] = Table(
     {
         _R.WAITING: {
             _RE.ADMIT: (_R.REQUESTED, ()),
+            _RE.ADMIT_LOCAL: (_R.COMPUTING, ()),
             _RE.CANCEL: (_R.DONE, (Do.END,)),
             _RE.FAIL: (_R.FAILED, (Do.END,)),
         },
@@ -154,6 +166,11 @@ REQUEST: Table[RequestState, RequestEvent] = Table(
         },
         _R.LANDED: {
             _RE.PREBUILT: (_R.RUNNING, (Do.FREE_SLOT,)),
+            _RE.CANCEL: (_R.DONE, (Do.FREE, Do.END)),
+            _RE.FAIL: (_R.FAILED, (Do.FREE, Do.END)),
+        },
+        _R.COMPUTING: {
+            _RE.COMPUTED: (_R.RUNNING, ()),
             _RE.CANCEL: (_R.DONE, (Do.FREE, Do.END)),
             _RE.FAIL: (_R.FAILED, (Do.FREE, Do.END)),
         },
@@ -176,10 +193,17 @@ LEASE: Table[LeaseState, LeaseEvent] = Table(
             _LE.RELEASE: (_L.FREE, (Do.FREE,)),
         },
         _L.EXPOSED: {
+            _LE.VERIFY: (_L.VERIFYING, (Do.SEND_ACK, Do.DIGEST)),
             _LE.PROVE: (_L.OWNED, (Do.SEND_ACK,)),
             _LE.STOPPED: (_L.FREE, (Do.SEND_ACK, Do.FREE)),
             _LE.ABANDON: (_L.QUARANTINED, (Do.QUARANTINE, Do.SEND_ABORT)),
             _LE.FENCED: (_L.FREE, (Do.FREE,)),
+        },
+        _L.VERIFYING: {
+            _LE.PROVE: (_L.OWNED, ()),
+            _LE.STOPPED: (_L.VERIFYING, (Do.SEND_ACK,)),
+            _LE.DISCARD: (_L.FREE, (Do.FREE,)),
+            _LE.FENCED: (_L.VERIFYING, ()),
         },
         _L.QUARANTINED: {
             _LE.STOPPED: (_L.FREE, (Do.SEND_ACK, Do.FREE)),
@@ -203,21 +227,33 @@ SENDER: Table[SenderState, SenderEvent] = Table(
         _S.QUEUED: {
             _SE.START: (_S.COMPUTING, ()),
             _SE.REFUSE: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.STOP: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
             _SE.ABORT: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),
         },
         _S.COMPUTING: {
             _SE.CHUNK: (_S.QUEUED, ()),
             _SE.COMPUTED: (_S.WRITING, (Do.WRITE,)),
             _SE.COMPUTE_FAILED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.STOP: (_S.FAILING, (Do.SEND_GIVEN_UP,)),
             _SE.ABORT: (_S.ABORTING, ()),
         },
         _S.WRITING: {
             _SE.WRITTEN: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
             _SE.WRITE_FAILED: (_S.DRAINING, (Do.DRAIN,)),
+            _SE.STOP: (_S.FAILING, (Do.SEND_GIVEN_UP,)),
             _SE.ABORT: (_S.ABORTING, ()),
         },
         _S.DRAINING: {
             _SE.DRAINED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.ABORT: (_S.ABORTING, ()),
+        },
+        _S.FAILING: {
+            _SE.CHUNK: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.COMPUTED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.COMPUTE_FAILED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.WRITTEN: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.WRITE_FAILED: (_S.DRAINING, (Do.DRAIN,)),
+            _SE.REPEAT: (_S.FAILING, (Do.SEND_GIVEN_UP,)),
             _SE.ABORT: (_S.ABORTING, ()),
         },
         _S.ABORTING: {

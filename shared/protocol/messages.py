@@ -2,8 +2,8 @@
 
 Every message names the epoch of its sender and the epoch it believes it speaks to, so that nothing meant for a dead
 incarnation is ever acted on. Lists of ints travel as little-endian int32 bytes. Times travel as remaining
-milliseconds, because clocks differ. Delivery may lose, delay, reorder and duplicate: Register, Completed, Failed and
-Abort are re-sent until answered, and every handler is idempotent.
+milliseconds, because clocks differ. Delivery may lose, delay, reorder and duplicate: Register, Completed, Failed,
+GivenUp and Abort are re-sent until answered, and every handler is idempotent.
 """
 
 from typing import TypeAlias
@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shared.ids import AttemptKey, Epoch, PeerAddress, Room, Ticket
+from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId, Room, Ticket
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Int32s = npt.NDArray[np.int32]
 
@@ -90,11 +90,20 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank wrote for one attempt (S67): absolute page positions as packed int32, bytes per component."""
+    """What one rank wrote for one attempt (S67): absolute page positions as packed int32, bytes per component.
+
+    ``digest`` is of those positions' content (``shared/kv/digest.py``), where decode asked for it.
+    """
 
     rank: int
     positions: bytes
     bytes_by_component: dict[str, int]
+    digest: int | None = None
+
+
+def duration_s(start_s: float, end_s: float) -> float:
+    """S34: from one stamp to another; 0 where either was never set (≤ 0)."""
+    return end_s - start_s if start_s > 0 and end_s > 0 else 0.0
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,6 +141,8 @@ class Register(Addressed, frozen=True):
 class Prefill(Addressed, frozen=True):
     room: Room
     ticket: Ticket
+    request: RequestId
+    """The client's request, for logs and for an operator who wants to stop it."""
     tokens: bytes
     dst_first_position: int
     """Page position of the first destination page; positions before it are decode's already (S7)."""
@@ -139,6 +150,8 @@ class Prefill(Addressed, frozen=True):
     slot: int
     sampling: Sampling
     remaining_ms: int
+    digest: bool
+    """Compute the digest of what is written, and tell it with the completion."""
 
 
 class Abort(Addressed, frozen=True):
@@ -189,6 +202,16 @@ class Failed(Message, frozen=True):
     clean: bool
 
 
+class GivenUp(Message, frozen=True):
+    """The attempt will bring no result, but its last forward or write has not ended. Re-sent until Abort, which is
+    what answers it: the end of the writes comes as AbortAck."""
+
+    room: Room
+    ticket: Ticket
+    reason: str
+    code: str
+
+
 class AbortAck(Message, frozen=True):
     """This side does not write for this attempt any more, nor ever will.
 
@@ -216,7 +239,7 @@ class Heartbeat(Addressed, frozen=True):
 
 
 ToPrefill: TypeAlias = Register | Prefill | Abort | Ack | Heartbeat
-ToDecode: TypeAlias = Registered | Refused | Completed | Failed | AbortAck | Heartbeat
+ToDecode: TypeAlias = Registered | Refused | Completed | Failed | GivenUp | AbortAck | Heartbeat
 
 
 def key_to_prefill(message: Prefill | Abort | Ack) -> AttemptKey:

@@ -50,7 +50,7 @@ _OPTIONS = {
     zmq.LINGER: int(LINGER_S * 1000),
     zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
     zmq.RECONNECT_IVL: 100,
-    zmq.RECONNECT_IVL_MAX: 2000,
+    zmq.RECONNECT_IVL_MAX: 500,  # decode's GRACE_S counts on finding a restarted peer in this time
     zmq.CONNECT_TIMEOUT: 2000,  # else a peer behind a dead route is tried every two minutes
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 10,

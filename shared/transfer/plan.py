@@ -108,13 +108,13 @@ def _check_bounds(side: str, region: Region, span: tuple[int, int]) -> None:
         )
 
 
-def coverage(rank: int, positions: npt.ArrayLike, regions: Sequence[Region]) -> Coverage:
+def coverage(rank: int, positions: npt.ArrayLike, regions: Sequence[Region], digest: int | None = None) -> Coverage:
     """S67: what a rank says that it has written: ``[n]`` absolute positions, on each of the regions that it sent."""
     count = len(np.asarray(positions))
     sent: dict[str, int] = {}
     for region in regions:
         sent[region.component] = sent.get(region.component, 0) + count * region.item_bytes
-    return Coverage(rank, pack_int32(positions), sent)
+    return Coverage(rank, pack_int32(positions), sent, digest)
 
 
 def check_coverage(

@@ -21,10 +21,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendResult:
-    """``write_s``: from the first submit to the last byte known to have landed."""
+    """``write_s``: from the first submit to the last byte known to have landed. ``digest``: what ``send`` was given to
+    compute."""
 
     sent_bytes: int
     write_s: float
+    digest: int | None = None
 
 
 class PeerSender:
@@ -42,9 +44,10 @@ class PeerSender:
         self._thread = threading.Thread(target=self._work, name=f"send-{name}", daemon=True)
         self._thread.start()
 
-    def send(self, batches: Sequence[Blocks]) -> "asyncio.Future[SendResult]":
-        """Write each batch after the one before has landed. The future raises TransferFailed or ValueError."""
-        return self._put(lambda: self._send(batches))
+    def send(self, batches: Sequence[Blocks], digest: Callable[[], int] | None = None) -> "asyncio.Future[SendResult]":
+        """Write each batch after the one before has landed, then compute ``digest``. The future raises TransferFailed
+        or ValueError."""
+        return self._put(lambda: self._send(batches, digest))
 
     def drain(self) -> "asyncio.Future[None]":
         """Done when nothing that was sent before can still move; the next ``send`` makes a fresh engine."""
@@ -81,13 +84,14 @@ class PeerSender:
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
-    def _send(self, batches: Sequence[Blocks]) -> SendResult:
+    def _send(self, batches: Sequence[Blocks], digest: Callable[[], int] | None) -> SendResult:
         if self._engine is None:
             self._engine = open_engine(self._make_engine, self._sources)
         started_s = time.monotonic()
         for blocks in batches:
             self._engine.wait(self._engine.submit(self._session, blocks))
-        return SendResult(sum(b.total_bytes for b in batches), time.monotonic() - started_s)
+        write_s = time.monotonic() - started_s
+        return SendResult(sum(b.total_bytes for b in batches), write_s, digest() if digest is not None else None)
 
     def _retire(self) -> None:
         if self._engine is not None:

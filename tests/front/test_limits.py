@@ -92,22 +92,25 @@ async def unavailable(engine: FakeEngine, http: Http, code: str) -> str:
     return await refusal(engine, http, "/v1/completions", COMPLETION, 503, code)
 
 
-async def test_no_prefill_names_every_peer(engine: FakeEngine, http: Http) -> None:
-    lost = PeerStatus("tcp://127.0.0.1:8996", "lost", registered().epoch)
-    engine.front.on_message(status(refused(), lost))
+async def test_no_prefill_will_come_names_every_peer(engine: FakeEngine, http: Http) -> None:
+    engine.front.on_message(status(refused()))
     message = await unavailable(engine, http, "no_prefill")
     assert "tcp://127.0.0.1:8997 is refused (page_size: prefill has '32', decode has '16')" in message
-    assert "tcp://127.0.0.1:8996 is lost" in message
-    engine.front.on_message(status(registered(), lost))
+    engine.front.on_message(status(registered(), refused()))
     assert (await http.post("/v1/completions", COMPLETION))[0] == 200
 
 
-async def test_no_prefill_before_the_first_word_of_the_engine(tokenizer: Any) -> None:
+async def test_a_peer_that_may_still_come_is_the_engines_to_wait_for(engine: FakeEngine, http: Http) -> None:
+    engine.front.on_message(status(refused(), PeerStatus("tcp://127.0.0.1:8996", "lost", registered().epoch)))
+    assert (await http.post("/v1/completions", COMPLETION))[0] == 200
+
+
+async def test_starting(tokenizer: Any) -> None:
     engine = FakeEngine()
     async with served(decode_app(engine, tokenizer)) as http:
         assert "starting" in await unavailable(engine, http, "starting")
         engine.ready()
-        assert "127.0.0.1:8998" in await unavailable(engine, http, "no_prefill")
+        assert (await http.post("/v1/completions", COMPLETION))[0] == 200
 
 
 async def test_no_prefill_configured(tokenizer: Any) -> None:
@@ -115,7 +118,15 @@ async def test_no_prefill_configured(tokenizer: Any) -> None:
     engine.ready()
     app = build_app(DecodeConfig(model=MODEL), engine.front, tokenizer, engine.registry)
     async with served(app) as http:
-        assert "none is configured" in await unavailable(engine, http, "no_prefill")
+        assert "is configured (--prefill" in await unavailable(engine, http, "no_prefill")
+
+
+async def test_no_prefill_is_needed_where_decode_computes_itself(tokenizer: Any) -> None:
+    engine = FakeEngine()
+    engine.ready()
+    app = build_app(DecodeConfig(model=MODEL, on_prefill_loss="local"), engine.front, tokenizer, engine.registry)
+    async with served(app) as http:
+        assert (await http.post("/v1/completions", COMPLETION))[0] == 200
 
 
 async def test_bad_requests_are_400_whatever_the_state(engine: FakeEngine, http: Http) -> None:

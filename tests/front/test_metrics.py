@@ -96,4 +96,5 @@ def test_the_table_is_well_formed() -> None:
         assert metric.prefill or metric.decode
         assert metric.name.startswith("handoff_")
         assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert metric.name.endswith("_seconds") == (metric.kind == "histogram")
+        units = ("_seconds", "_bytes", "_bytes_per_second")
+        assert metric.name.endswith(units) == (metric.kind == "histogram")

@@ -10,7 +10,7 @@ from prefill_svc.handoff import Handoff
 from prefill_svc.peers import LOST_S, RETIRED_KEPT, DecodePeers, Retired
 from prefill_svc.scheduler import Piece, Waiting, pack
 from shared.errors import MessageError
-from shared.ids import AttemptKey, Epoch, PeerAddress, Room, Ticket
+from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId, Room, Ticket
 from shared.kv.layout import Buffer, Layout
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
@@ -68,12 +68,14 @@ class Rig:
             "registration": 1,
             "room": Room(9),
             "ticket": Ticket(number),
+            "request": RequestId(f"r{number}"),
             "tokens": m.pack_int32(np.arange(length) % 100),
             "dst_first_position": 0,
             "dst_pages": m.pack_int32(np.arange(20, 20 + pages)),
             "slot": 2,
             "sampling": SAMPLING,
             "remaining_ms": 10_000,
+            "digest": False,
         }
         return self.take(m.Prefill(**(fields | changed)))  # type: ignore[arg-type]
 
@@ -112,7 +114,7 @@ def test_one_attempt_from_prefill_to_ack() -> None:
     assert kv.dst.tolist() == [1_000_000 + 20 * 8, 1_010_000 + 20 * 8]
     assert kv.length.tolist() == [16, 16]
     assert (row.dst.tolist(), row.length.tolist()) == ([1_050_000 + 2 * 64], [64])
-    effects = list(rig.handoff.written(rig.key(1), 96, 0.01, 101.0))
+    effects = list(rig.handoff.written(rig.key(1), 96, 0.01, None, 101.0))
     (done,) = sent(effects, m.Completed)
     assert isinstance(done, m.Completed)
     assert done.parts == [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32})]
@@ -170,7 +172,7 @@ def test_s31_an_aborted_attempt_is_acknowledged_only_when_its_writes_have_ended(
     rig.computed()
     assert rig.abort(2) == []  # writing
     assert rig.pages.free_pages == 9
-    assert len(sent(list(rig.handoff.written(rig.key(2), 96, 0.1, 101.0)), m.AbortAck)) == 1
+    assert len(sent(list(rig.handoff.written(rig.key(2), 96, 0.1, None, 101.0)), m.AbortAck)) == 1
     rig.prefill(3)
     assert len(sent(rig.abort(3), m.AbortAck)) == 1  # queued: nothing runs
     assert rig.pages.free_pages == 11
@@ -223,7 +225,7 @@ def test_s30_a_result_is_repeated_until_it_is_acknowledged() -> None:
     rig.prefill(1)
     rig.forward()
     rig.computed()
-    rig.handoff.written(rig.key(1), 96, 0.1, 101.0)
+    rig.handoff.written(rig.key(1), 96, 0.1, None, 101.0)
     for now_s in (102.5, 104.0):
         rig.take(m.Heartbeat(DECODE, ME, REPLY, 1, 0, False, b""))
         assert len(sent(list(rig.handoff.tick(False, now_s)), m.Completed)) == 1
@@ -320,7 +322,7 @@ def test_a_prompt_waits_for_pages_and_those_behind_it_wait_too() -> None:
     assert [p.key.ticket for p in rig.forward()] == [1]
     rig.computed()
     assert not rig.forward()
-    rig.handoff.written(rig.key(1), 1, 0.1, 101.0)
+    rig.handoff.written(rig.key(1), 1, 0.1, None, 101.0)
     assert [p.key.ticket for p in rig.forward()] == [2, 3]
 
 

@@ -161,7 +161,7 @@ GOOD = encode(_sample(messages.Ack))[1]
         ([b"", GOOD], "not a frame of this protocol"),
         ([b"XX\x01\x00", GOOD], "not a frame of this protocol"),
         ([HEADER + b"\x00", GOOD], "not a frame of this protocol"),
-        ([b"HO\x02\x00", GOOD], "protocol version 2, this side speaks 1"),
+        ([b"HO\xff\x00", GOOD], "protocol version 255, this side speaks"),
         ([HEADER, b""], "malformed message: Input data was truncated"),
         ([HEADER, GOOD + b"\x00"], "malformed message: MessagePack data is malformed: trailing characters"),
         ([HEADER, b"\x80"], "malformed message: Object missing required field `type`"),

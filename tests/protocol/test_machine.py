@@ -16,7 +16,7 @@ from shared.protocol.machine import (
     SenderState,
 )
 
-PROOFS = {LeaseEvent.STOPPED, LeaseEvent.FENCED, LeaseEvent.RELEASE}
+PROOFS = {LeaseEvent.DISCARD, LeaseEvent.STOPPED, LeaseEvent.FENCED, LeaseEvent.RELEASE}
 
 
 def test_a_request_ends_exactly_once() -> None:
@@ -44,6 +44,20 @@ def test_s66_a_lease_is_freed_only_on_proof() -> None:
     assert LeaseEvent.RELEASE not in LEASE.rows[LeaseState.EXPOSED]
 
 
+def test_s66_a_digest_is_compared_only_of_what_its_writer_has_ended() -> None:
+    """So that DISCARD needs no further proof."""
+    leading = [
+        (s, e) for s, row in LEASE.rows.items() for e, (after, _) in row.items() if after is LeaseState.VERIFYING
+    ]
+    assert {e for s, e in leading if s is not LeaseState.VERIFYING} == {LeaseEvent.VERIFY}
+
+
+def test_s31_giving_up_frees_nothing() -> None:
+    for row in SENDER.rows.values():
+        for _, (_, todo) in row.items():
+            assert not {Do.SEND_GIVEN_UP, Do.FREE} <= set(todo)
+
+
 def test_a_failed_write_is_drained_before_its_pages_are_freed() -> None:
     for row in SENDER.rows.values():
         if SenderEvent.WRITE_FAILED in row:
@@ -53,7 +67,7 @@ def test_a_failed_write_is_drained_before_its_pages_are_freed() -> None:
 
 
 def test_s31_abort_is_answered_only_when_nothing_runs() -> None:
-    busy = {SenderState.COMPUTING, SenderState.WRITING, SenderState.DRAINING, SenderState.ABORTING}
+    busy = {SenderState.COMPUTING, SenderState.WRITING, SenderState.DRAINING, SenderState.FAILING, SenderState.ABORTING}
     for state in busy:
         after, todo = SENDER.step(state, SenderEvent.ABORT)
         assert (after, todo) == (SenderState.ABORTING, ())

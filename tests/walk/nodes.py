@@ -15,7 +15,8 @@ from prefill_svc import effects as p
 from prefill_svc.handoff import Handoff
 from prefill_svc.peers import DecodePeers
 from prefill_svc.scheduler import Piece
-from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId
+from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId, Ticket
+from shared.kv.digest import digest
 from shared.kv.layout import Buffer, Layout
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
@@ -55,6 +56,10 @@ class Pool:
     def __post_init__(self) -> None:
         self.data = np.zeros((len(LAYOUT.buffers), self.pages, ITEM_BYTES), np.uint8)
 
+    def read(self, component: str, layer: int, pages: npt.NDArray[np.int32]) -> BYTE:
+        content: BYTE = self.data[[b.layer for b in LAYOUT.buffers].index(layer), pages]
+        return content
+
     def regions(self) -> list[m.Region]:
         return [
             m.Region(b.component, b.layer, self.data[i].ctypes.data, ITEM_BYTES, self.pages)
@@ -71,6 +76,7 @@ class Job:
     key: AttemptKey
     session: str
     batches: list[Blocks]
+    digest: p.Digest | None
     landed: int = 0
     reported: bool = False
     drained: bool = False
@@ -95,12 +101,21 @@ class DecodeNode:
             regions=[*self.pool.regions(), self.slots.region()],
         )
         self.intake = Intake(
-            epoch=epoch, reply_to=address, layout=LAYOUT, pages=self.pages, slots=self.slots, peers=self.peers
+            epoch=epoch,
+            reply_to=address,
+            layout=LAYOUT,
+            pages=self.pages,
+            slots=self.slots,
+            peers=self.peers,
+            digest_every=3,
+            local=epoch % 2 == 0,
         )
         self.codec: Codec[m.ToDecode] = Codec(m.ToDecode)
         self.sessions: dict[tuple[PeerAddress, int], str] = {}
         self.todo: list[Callable[[], None]] = []
         self.running: dict[RequestId, Generate] = {}
+        self.computing: set[RequestId] = set()
+        """Prompts in a forward of decode's own: neither cancelled nor failed meanwhile."""
         self.frozen = False
         real = self.pages.allocate
 
@@ -119,7 +134,13 @@ class DecodeNode:
                     self.world.post(address, message)
                 case d.OpenSession(address, registration):
                     self.todo.append(lambda a=address, r=registration: self._open(a, r))  # type: ignore[misc]
-                case d.Fence(address, registration):
+                case d.Up():
+                    pass
+                case d.Verify(ticket, pages, tokens):
+                    self.todo.append(lambda t=ticket, p=pages, n=tokens: self._verify(t, p, n))  # type: ignore[misc]
+                case d.Compute(request):
+                    self.todo.append(lambda r=request: self._compute(r))  # type: ignore[misc]
+                case d.Fence(address, registration, _):
                     self.todo.append(lambda a=address, r=registration: self._fence(a, r))  # type: ignore[misc]
                 case d.Prebuild(request):
                     self._prebuild(request)
@@ -141,6 +162,26 @@ class DecodeNode:
         self.world.retire(self.sessions.pop((address, registration)))
         self.do(self.intake.fenced(address, registration, self.world.now_s))
 
+    def _verify(self, ticket: Ticket, pages: npt.NDArray[np.int32], tokens: int) -> None:
+        found = digest(LAYOUT, self.pool.read, pages, np.arange(len(pages)), tokens)
+        self.do(self.intake.verified(ticket, found, self.world.now_s))
+
+    def _compute(self, request_id: RequestId) -> None:
+        """Its forward starts now and ends at a later step."""
+        if request_id in self.intake.requests:
+            self.computing.add(request_id)
+            self.todo.append(lambda: self._computed(request_id))
+
+    def _computed(self, request_id: RequestId) -> None:
+        self.computing.remove(request_id)
+        request = self.intake.requests[request_id]
+        pages = self.intake.pages_of(request_id)
+        for position in range(LAYOUT.pages_for(request.prompt_tokens)):
+            for i, buffer in enumerate(LAYOUT.buffers):
+                self.pool.data[i, pages[position]] = tag(request.spec.prompt, position, buffer.layer)
+        self.intake.computed(request_id)
+        self.running[request_id] = request.spec
+
     def _prebuild(self, request_id: RequestId) -> None:
         request = self.intake.requests[request_id]
         lease = request.lease
@@ -156,8 +197,7 @@ class DecodeNode:
 
     def check_content(self, request_id: RequestId) -> None:
         request = self.intake.requests[request_id]
-        assert request.lease is not None
-        for position, page in enumerate(request.lease.pages):
+        for position, page in enumerate(self.intake.pages_of(request_id)[: LAYOUT.pages_for(request.prompt_tokens)]):
             for i, buffer in enumerate(LAYOUT.buffers):
                 if not np.array_equal(self.pool.data[i, page], tag(request.spec.prompt, position, buffer.layer)):
                     raise Violation(f"request {request_id} reads foreign bytes at position {position}, layer {i}")
@@ -202,8 +242,8 @@ class PrefillNode:
                     self.sessions[sender] = session
                 case p.CloseSender(sender):
                     del self.sessions[sender]
-                case p.Write(sender, key, batches):
-                    self.world.jobs.append(Job(self, sender, key, self.sessions[sender], batches))
+                case p.Write(sender, key, batches, of):
+                    self.world.jobs.append(Job(self, sender, key, self.sessions[sender], batches, of))
                 case p.Drain(sender, key):
                     self.todo.append(lambda s=sender, k=key: self._drain(s, k))  # type: ignore[misc]
 
@@ -229,6 +269,11 @@ class PrefillNode:
                     self.pool.data[i, sender.pages[position]] = tag(sender.spec.tokens, position, buffer.layer)
             samples.append((int(sender.spec.tokens[0]), -0.5) if piece.last else None)
         self.do(self.handoff.computed(samples, self.world.now_s))
+
+    def written(self, job: Job) -> None:
+        sent_bytes = sum(b.total_bytes for b in job.batches)
+        told = digest(LAYOUT, self.pool.read, *job.digest) if job.digest is not None else None
+        self.do(self.handoff.written(job.key, sent_bytes, 0.01, told, self.world.now_s))
 
     def _drain(self, sender: p.SenderId, key: AttemptKey) -> None:
         for job in self.world.jobs:

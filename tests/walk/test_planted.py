@@ -10,6 +10,7 @@ import pytest
 from decode_svc import effects as d
 from decode_svc import intake as intake_module
 from decode_svc.intake import Intake
+from decode_svc.leases import LeaseBook
 from prefill_svc import effects as p
 from prefill_svc import handoff as handoff_module
 from prefill_svc.handoff import Handoff
@@ -54,7 +55,7 @@ def lost_ack(patch: Patch) -> None:
     _rewrite(patch, LEASE, LeaseState.EXPOSED, LeaseEvent.PROVE, LeaseState.OWNED)
     _rewrite(patch, LEASE, LeaseState.OWNED, LeaseEvent.STOPPED, LeaseState.OWNED)
     nothing = m.Ack(Epoch(0), Epoch(0), Room(0), Ticket(0))
-    patch.setattr(Intake, "_ack", lambda self, address, message: d.Send(address, nothing))
+    patch.setattr(LeaseBook, "ack", lambda self, address, message: d.Send(address, nothing))
 
 
 def failed_write_counts_as_stopped(patch: Patch) -> None:
@@ -164,7 +165,7 @@ def old_attempt_accepted(patch: Patch) -> None:
 
     def by_room(self: Intake, message: Any, now_s: float) -> Any:
         lease = next(
-            (x for x in self.leases.values() if x.room == message.room and x.state is LeaseState.EXPOSED), None
+            (x for x in self.leases.open.values() if x.room == message.room and x.state is LeaseState.EXPOSED), None
         )
         if lease is not None:
             message = msgspec.structs.replace(message, ticket=lease.ticket, epoch=lease.peer_epoch)
@@ -196,27 +197,86 @@ def double_finish(patch: Patch) -> None:
 
 def slot_freed_at_commit(patch: Patch) -> None:
     """The slot goes back before the prebuilt step has read its row (S42)."""
-    real = Intake._commit
+    real = Intake._committed
 
-    def commit(self: Intake, lease: Any, request: Any, message: Any, now_s: float) -> Any:
-        effects = real(self, lease, request, message, now_s)
-        if lease.state is LeaseState.OWNED:
-            self._free_slot(lease)
+    def committed(self: Intake, lease: Any, now_s: float) -> Any:
+        effects = real(self, lease, now_s)
+        self.leases.free_slot(lease)
         return effects
 
-    patch.setattr(Intake, "_commit", commit)
+    patch.setattr(Intake, "_committed", committed)
 
 
 def slot_leaks_on_abort(patch: Patch) -> None:
     """The slot of a quarantined lease never comes back."""
-    real = Intake._free_slot
+    real = LeaseBook.free_slot
 
-    def free_slot(self: Intake, lease: Any) -> None:
+    def free_slot(self: LeaseBook, lease: Any) -> None:
         if lease.reason:
             lease.slot = None
         real(self, lease)
 
-    patch.setattr(Intake, "_free_slot", free_slot)
+    patch.setattr(LeaseBook, "free_slot", free_slot)
+
+
+def old_epoch_accepted(patch: Patch) -> None:
+    """What was meant for a dead incarnation of decode is taken for an attempt of the present one, as equal numbers
+    would have it."""
+    real = Intake.on_message
+
+    def on_message(self: Intake, message: Any, now_s: float) -> Any:
+        mine = [x for x in self.leases.open.values() if x.state is LeaseState.EXPOSED]
+        answer = isinstance(message, m.Completed | m.Failed | m.AbortAck)
+        if answer and message.to_epoch != self._epoch and mine:
+            names = {"epoch": mine[0].peer_epoch, "room": mine[0].room, "ticket": mine[0].ticket}
+            message = msgspec.structs.replace(message, to_epoch=self._epoch, **names)
+        return real(self, message, now_s)
+
+    patch.setattr(Intake, "on_message", on_message)
+    patch.setattr(World, "restlessness", 0.3)  # it takes a restart in mid-transfer to see it
+
+
+def lease_freed_by_task_cancellation(patch: Patch) -> None:
+    """A client that leaves takes its landing pages along, as a ``finally`` in its task would."""
+    real = LeaseBook.abandon
+
+    def abandon(self: LeaseBook, lease: Any, reason: str, now_s: float) -> Any:
+        effects = real(self, lease, reason, now_s)
+        if reason == "cancelled" and lease.ticket in self.open:
+            self.pages.release(lease.pages)
+            self.free_slot(lease)
+            del self.open[lease.ticket]
+        return effects
+
+    patch.setattr(LeaseBook, "abandon", abandon)
+
+
+def retry_into_the_old_lease(patch: Patch) -> None:
+    """A new attempt takes over the pages of the one that failed before it."""
+    real = LeaseBook.reserve
+
+    def reserve(self: LeaseBook, request: Any, room: Any, *rest: Any) -> Any:
+        old = next((x for x in self.open.values() if x.room == room), None)
+        if old is not None:
+            self.pages.release(old.pages)
+            self.free_slot(old)
+            del self.open[old.ticket]
+        return real(self, request, room, *rest)
+
+    patch.setattr(LeaseBook, "reserve", reserve)
+
+
+def given_up_counts_as_stopped(patch: Patch) -> None:
+    """Prefill's word that no result will come is taken for its word that it writes no more."""
+    real = Intake._on_answer
+
+    def on_answer(self: Intake, message: Any, now_s: float) -> Any:
+        if isinstance(message, m.GivenUp):
+            stamps = message.epoch, message.to_epoch, message.room, message.ticket
+            message = m.Failed(*stamps, message.reason, message.code, retryable=True, clean=True)
+        return real(self, message, now_s)
+
+    patch.setattr(Intake, "_on_answer", on_answer)
 
 
 def old_registration_accepted(patch: Patch) -> None:
@@ -264,8 +324,12 @@ DEFECTS: dict[Plant, str] = {
     double_finish: "more than one ending",
     slot_freed_at_commit: "no slot before its prebuilt step",
     slot_leaks_on_abort: "owners hold slots",
+    old_epoch_accepted: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
+    lease_freed_by_task_cancellation: WRITTEN,
+    retry_into_the_old_lease: WRITTEN,
+    given_up_counts_as_stopped: WRITTEN,
     old_registration_accepted: "keeps workers of dead sessions",
-    running_pages_freed_early: "two owners",
+    running_pages_freed_early: "two owners|not as their owners say",
 }
 
 
@@ -273,7 +337,7 @@ DEFECTS: dict[Plant, str] = {
 def test_a_planted_defect_is_caught_for_what_it_is(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((Violation, HandoffError), match=DEFECTS[plant]):
-        _walk(seeds=25, steps=800)
+        _walk(seeds=60, steps=800)
 
 
 def _walk(seeds: int, steps: int) -> None:

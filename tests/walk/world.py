@@ -26,6 +26,9 @@ N = TypeVar("N", DecodeNode, PrefillNode)
 class World:
     """Everything at once; ``step`` does one random thing, ``settle`` lets all of it come to rest."""
 
+    restlessness = 0.15
+    """How often something dies or freezes."""
+
     def __init__(self, seed: int, *, decodes: int = 2, prefills: int = 2) -> None:
         self.random = random.Random(seed)
         self.now_s = 1000.0
@@ -52,7 +55,7 @@ class World:
         else:
             node = DecodeNode(self, address, Epoch(self._epoch))
             self.nodes[address] = node
-            node.do(node.peers.start())
+            node.do(node.peers.start(self.now_s))
 
     def kill(self, address: PeerAddress) -> None:
         """Gone without a word. A dead writer's bytes may be in socket buffers; a dead reader's memory is gone."""
@@ -112,7 +115,7 @@ class World:
         if ok and job.session in self.live_sessions:
             self.land(job, len(job.blocks()))
             self.jobs.remove(job)
-            job.node.do(job.node.handoff.written(job.key, sum(b.total_bytes for b in job.batches), 0.01, self.now_s))
+            job.node.written(job)
         else:
             job.reported = True
             job.node.do(job.node.handoff.write_failed(job.key, RuntimeError("-1"), self.now_s))
@@ -142,6 +145,7 @@ class World:
             [
                 self._submit,
                 self._cancel,
+                self._stop,
                 self._compute,
                 self._bytes,
                 self._background,
@@ -150,7 +154,7 @@ class World:
                 self._disturb,
                 self._heal,
             ],
-            [5, 1, 12, 16, 6, 5, 12, 0.15, 0.6],
+            [5, 1, 0.1, 12, 16, 6, 5, 12, self.restlessness, 0.6],
         )[0]()
 
     def _submit(self) -> None:
@@ -172,7 +176,16 @@ class World:
     def _cancel(self) -> None:
         node = self._pick(self.decode_nodes())
         if node and node.intake.requests:
-            node.do(node.intake.cancel(self.random.choice(list(node.intake.requests)), self.now_s))
+            request = self.random.choice(list(node.intake.requests))
+            if request not in node.computing:
+                node.do(node.intake.cancel(request, self.now_s))
+
+    def _stop(self) -> None:
+        """An operator's abort on prefill: of one request, or of all."""
+        node = self._pick(self.prefill_nodes())
+        if node and node.handoff.senders:
+            names = [s.spec.request for s in node.handoff.senders.values()]
+            node.do(node.handoff.stop(self.random.choice([*names, RequestId("")]), self.now_s))
 
     def _compute(self) -> None:
         node = self._pick(self.prefill_nodes())
@@ -217,7 +230,7 @@ class World:
     def _tick(self) -> None:
         for node in self.nodes.values():
             if isinstance(node, DecodeNode) and not node.frozen:
-                node.do(node.intake.tick(self.now_s))
+                node.do(node.intake.tick(self.now_s, node.computing))
                 node.intake.check_integrity()
             elif isinstance(node, PrefillNode) and not node.frozen:
                 node.do(node.handoff.tick(bool(node.forward), self.now_s))
@@ -273,9 +286,9 @@ class World:
     def _unrest(self) -> list[str]:
         found = []
         for node in self.decode_nodes():
-            if node.intake.requests or node.intake.leases or node.todo:
+            if node.intake.requests or node.intake.leases.open or node.todo:
                 states = [r.state for r in node.intake.requests.values()]
-                leases = [x.state for x in node.intake.leases.values()]
+                leases = [x.state for x in node.intake.leases.open.values()]
                 found.append(f"decode {node.address}: {states}, leases {leases}")
         for prefill in self.prefill_nodes():
             if prefill.handoff.senders or prefill.todo:

@@ -1,0 +1,48 @@
+"""What prefill knows of its attempts. Only ``handoff.py`` changes these."""
+
+from dataclasses import dataclass, field
+
+from prefill_svc.peers import DecodePeer
+from shared.ids import AttemptKey
+from shared.kv.pages import Pages
+from shared.protocol import messages as m
+from shared.protocol.machine import SenderState
+
+
+@dataclass
+class Sender:
+    """One attempt. Times are seconds of one monotonic clock; ``done`` counts computed tokens."""
+
+    key: AttemptKey
+    peer: DecodePeer
+    spec: m.Prefill
+    tokens: m.Int32s
+    destination: m.Int32s
+    arrived_s: float
+    deadline_s: float
+    state: SenderState = SenderState.QUEUED
+    done: int = 0
+    pages: Pages | None = None
+    slot: int | None = None
+    started_s: float = 0.0
+    computed_s: float = 0.0
+    result: m.Completed | m.Failed | None = None
+    given_up: m.GivenUp | None = None
+    next_repeat_s: float = 0.0
+
+
+@dataclass
+class Counts:
+    """Totals since the start, for the metrics."""
+
+    accepted: int = 0
+    ended: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "aborted": 0})
+    transfer_failures: int = 0
+    refused_messages: int = 0
+    stopped: int = 0
+    """By an operator."""
+    tokens: int = 0
+    bytes_sent: int = 0
+    """Of attempts that finished, counted from what was written (S32)."""
+    finished: list[tuple[m.Timings, int]] = field(default_factory=list)
+    """Timings and bytes of attempts that finished since the last look."""
