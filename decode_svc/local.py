@@ -25,9 +25,6 @@ class LocalPrefills:
         self._done = 0
         """Computed tokens of the first in the queue."""
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
     def add(self, request: RequestId, prompt_tokens: int) -> None:
         self._queue.append((request, prompt_tokens))
 
