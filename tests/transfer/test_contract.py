@@ -1,16 +1,11 @@
 """What every transfer engine promises; run on Mooncake and on the fake."""
 
-import multiprocessing
-import time
-from multiprocessing.connection import Connection
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from shared.errors import TransferFailed
 from shared.transfer.engine import Blocks, TransferEngine
-from shared.transfer.mooncake_engine import MooncakeEngine
 from tests.transfer.conftest import MakeEngine
 
 Bytes = npt.NDArray[np.uint8]
@@ -155,51 +150,3 @@ def test_sessions_are_not_reused(make: MakeEngine) -> None:
         sessions.add(engine.session)
         engine.retire()
     assert len(sessions) == 12
-
-
-def _send_for_ever(pipe: Connection, session: str, target_base: int, size: int) -> None:
-    """Another process: writes the same memory over and over, whatever becomes of it."""
-    source = np.full(size, 0xAA, np.uint8)
-    engine = MooncakeEngine("127.0.0.1")
-    engine.register(source.ctypes.data, size)
-    pipe.send("ready")
-    end_s = time.monotonic() + 20
-    landed = 0
-    while time.monotonic() < end_s and not pipe.poll():
-        try:
-            engine.wait(engine.submit(session, blocks(source, target_base, [(0, 0, size)])))
-            landed += 1
-        except TransferFailed:
-            time.sleep(0.01)
-    pipe.send(landed)
-
-
-def test_s66_no_byte_lands_through_a_retired_session_of_mooncake() -> None:
-    """The fence, against a writer in another process that never stops."""
-    size = 32 << 20
-    target = memory(size)
-    receiver, other = MooncakeEngine("127.0.0.1"), MooncakeEngine("127.0.0.1")
-    receiver.register(target.ctypes.data, size)
-    other.register(target.ctypes.data, size)
-    mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_send_for_ever, args=(theirs, receiver.session, target.ctypes.data, size), daemon=True
-    )
-    process.start()
-    try:
-        assert mine.poll(30)
-        assert mine.recv() == "ready"
-        end_s = time.monotonic() + 20
-        while not target.all():  # one write has landed whole, so the next ones are under way
-            assert time.monotonic() < end_s
-        receiver.retire()
-        target[:] = 0  # the pages' next owner
-        time.sleep(0.5)
-        assert not target.any()
-        mine.send("stop")
-        assert mine.poll(10)
-        assert mine.recv() >= 1
-    finally:
-        process.kill()
-        process.join()
-        other.retire()
