@@ -166,6 +166,7 @@ class DecodeEngine:
                 case Fence(address, _, reason):
                     log.warning("lost prefill %s: %s", address, reason)
                     self._host.spawn(self._fence(effect))
+                    self._host.post(self._status())
                 case Up(address, away_s):
                     log.info("prefill %s is registered, after %.1f s without it", address, away_s)
                 case Verify():

@@ -28,7 +28,8 @@ from shared.transfer.plan import check_coverage
 NO_TOKEN_YET = (RequestState.WAITING, RequestState.REQUESTED, RequestState.COMPUTING)
 MAX_ATTEMPTS = 2
 MISSED_BEATS = 2
-"""An attempt that its peer does not list in so many heartbeats running is lost: its Prefill never arrived."""
+"""An attempt that its peer does not list in so many heartbeats running, each sent after it heard one of ours that came
+behind its Prefill, is lost: the Prefill never arrived. Older ones, which a stopped loop reads late, say nothing."""
 
 
 class Intake:
@@ -175,6 +176,7 @@ class Intake:
         request.state, _ = REQUEST.step(request.state, RequestEvent.ADMIT)
         request.lease, request.attempts = lease, request.attempts + 1
         lease.tokens = lease.load_tokens = request.prompt_tokens
+        lease.sent_beat = self.peers.beats
         lease.digest = self._digest_every > 0 and lease.ticket % self._digest_every == 0
         peer.outstanding_tokens += lease.load_tokens
         return self.leases.announce(lease, request, now_s)
@@ -274,7 +276,8 @@ class Intake:
         active = set(m.unpack_int64(message.active).tolist())
         effects: list[Effect] = []
         for lease in list(self.leases.open.values()):
-            if lease.state is not LeaseState.EXPOSED or lease.peer_epoch != message.epoch:
+            exposed = lease.state is LeaseState.EXPOSED and lease.peer_epoch == message.epoch
+            if not exposed or message.heard <= lease.sent_beat:
                 continue
             lease.missed_beats = 0 if lease.ticket in active else lease.missed_beats + 1
             if lease.missed_beats >= MISSED_BEATS:

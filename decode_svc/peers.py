@@ -74,6 +74,8 @@ class PeerBook:
         self._fingerprint, self._regions = fingerprint, regions
         self._last_tick_s: float | None = None
         self._next_beat_s = 0.0
+        self.beats = 0
+        """Number of the last heartbeat sent."""
 
     def start(self, now_s: float) -> list[Effect]:
         for peer in self.peers.values():
@@ -175,6 +177,7 @@ class PeerBook:
             peer.last_seen_s = float("-inf")
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + HEARTBEAT_S
+            self.beats += 1
             effects += [Send(p.address, self._heartbeat(p)) for p in registered if p not in silent]
         for peer in self.peers.values():
             asking = peer.state in (PeerState.CONNECTING, PeerState.REFUSED) and peer.session
@@ -213,6 +216,8 @@ class PeerBook:
             to_epoch=peer.epoch,
             reply_to=self._reply_to,
             registration=peer.registration,
+            number=self.beats,
+            heard=0,
             steps=0,
             busy=False,
             active=b"",

@@ -34,6 +34,8 @@ class Lease:
     reason: str = ""
     given_up_s: float = 0.0
     next_abort_s: float = 0.0
+    sent_beat: int = 0
+    """Number of the last heartbeat that was sent before its Prefill."""
     missed_beats: int = 0
     load_tokens: int = 0
     """What it still adds to its peer's outstanding tokens."""

@@ -71,7 +71,7 @@ class Handoff:
                 peer = self.peers.find(message.epoch, message.registration)
                 if peer is None:
                     return self._refuse(message)
-                peer.last_seen_s = now_s
+                peer.last_seen_s, peer.heard = now_s, max(peer.heard, message.number)
                 return []
             case m.Prefill():
                 return self._on_prefill(message, now_s)

@@ -62,6 +62,8 @@ class DecodePeer:
     registration: int
     regions: list[Region]
     last_seen_s: float
+    heard: int = 0
+    """Number of its newest heartbeat."""
     retired: Retired = field(default_factory=Retired)
     gone: bool = False
     dirty: bool = False
@@ -85,6 +87,7 @@ class DecodePeers:
         self._layout, self._fingerprint, self._capacity = layout, fingerprint, capacity
         self._last_tick_s: float | None = None
         self._next_beat_s = 0.0
+        self._beats = 0
 
     def find(self, epoch: Epoch, registration: int) -> DecodePeer | None:
         peer = self.peers.get(SenderId(epoch, registration))
@@ -139,6 +142,7 @@ class DecodePeers:
         if now_s < self._next_beat_s:
             return []
         self._next_beat_s = now_s + HEARTBEAT_S
+        self._beats += 1
         return [
             Send(
                 p.address,
@@ -147,6 +151,8 @@ class DecodePeers:
                     to_epoch=p.epoch,
                     reply_to=self._reply_to,
                     registration=p.registration,
+                    number=self._beats,
+                    heard=p.heard,
                     steps=steps,
                     busy=busy,
                     active=pack_int64(active.get(p.sender, [])),

@@ -110,7 +110,7 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
 
     async def __aenter__(self) -> "Client":
         return self
@@ -118,26 +118,31 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._session.close()
+        await self.session.close()
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        async with self._session.post(self.url + path, json=body) as response:
+        async with self.session.post(self.url + path, json=body) as response:
             return response.status, await response.json()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        async with self._session.get(self.url + path) as response:
+        async with self.session.get(self.url + path) as response:
             text = await response.text()
             is_json = response.content_type == "application/json"
             return response.status, json.loads(text) if is_json else text
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Every event of a streamed answer, [DONE] excepted. Raises AssertionError where the status is not 200."""
-        async with self._session.post(self.url + path, json={**body, "stream": True}) as response:
+        async with self.session.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                text = line.decode().strip()
-                if text.startswith("data: ") and text != "data: [DONE]":
-                    yield json.loads(text.removeprefix("data: "))
+            async for event in self.events(response):
+                yield event
+
+    @staticmethod
+    async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+        async for line in response.content:
+            text = line.decode().strip()
+            if text.startswith("data: ") and text != "data: [DONE]":
+                yield json.loads(text.removeprefix("data: "))
 
     async def metric(self, series: str) -> float:
         """One value of /metrics, by its name with labels as Prometheus writes them."""

@@ -231,8 +231,12 @@ class Heartbeat(Addressed, frozen=True):
     """Sent to each registered peer. ``active`` is the packed int64 tickets that the sender works on for the receiver.
 
     ``steps`` counts finished forwards, so that a long one is told from a stuck one; ``busy`` says one is running.
+    ``number`` rises with each; ``heard`` is the newest number that came from the receiver: what was sent to it before
+    that one has arrived, or never will.
     """
 
+    number: int
+    heard: int
     steps: int
     busy: bool
     active: bytes

@@ -139,7 +139,7 @@ async def handovers(pair: Pair, count: int) -> dict[str, float]:
     found: dict[str, list[float]] = {"exposed_ms": [], "committed_ms": []}
     for prompt in _prompts(count, 7):
         body = {"model": MODEL, "prompt": prompt.tolist(), "max_tokens": 2, "temperature": 0}
-        async with pair.client._session.post(pair.client.url + "/v1/completions", json=body) as response:
+        async with pair.client.session.post(pair.client.url + "/v1/completions", json=body) as response:
             ms = {k: float(v) for k, v in re.findall(r"(\w+);dur=([\d.]+)", response.headers["Server-Timing"])}
         found["exposed_ms"].append(ms["exposed"])
         found["committed_ms"].append(ms["commit"] - ms["queue"] - ms["prefill"])

@@ -102,7 +102,7 @@ def test_s29_s30_one_abort_per_attempt_repeated_until_answered() -> None:
     count = 0
     for _ in range(20):
         rig.now_s += 0.25
-        rig.take(m.Heartbeat(P0, ME, FIRST, 1, 0, False, b""))
+        rig.take(m.Heartbeat(P0, ME, FIRST, 1, 1, 1, 0, False, b""))
         count += len(messages(list(rig.intake.tick(rig.now_s)), m.Abort))
     assert count == 5
     assert rig.intake.counts.aborts == 1
@@ -195,13 +195,25 @@ def test_an_attempt_that_its_peer_does_not_list_is_lost() -> None:
     """Its Prefill never arrived: noticed by heartbeats, long before any time limit."""
     rig = Rig(P0, P1)
     rig.submit("r")
-    busy = m.Heartbeat(P0, ME, FIRST, 1, 0, True, m.pack_int64([1]))
-    idle = m.Heartbeat(P0, ME, FIRST, 1, 0, False, b"")
+    busy = m.Heartbeat(P0, ME, FIRST, 1, 1, 1, 0, True, m.pack_int64([1]))
+    idle = m.Heartbeat(P0, ME, FIRST, 1, 1, 1, 0, False, b"")
     for beat in (idle, busy, idle):
         assert rig.take(beat) == []
     effects = rig.take(idle)
     assert len(messages(effects, m.Abort)) == 1
     assert len(messages(effects, m.Prefill)) == 1
+
+
+def test_heartbeats_from_before_the_prefill_was_sent_say_nothing_about_it() -> None:
+    """A decode that was stopped reads many at once when it goes on."""
+    rig = Rig(P0, P1)
+    rig.intake.tick(rig.now_s)
+    rig.submit("r")
+    assert rig.peers.beats == 1
+    for heard in (0, 1, 1, 1):
+        assert rig.take(m.Heartbeat(P0, ME, FIRST, 1, 1, heard, 0, False, b"")) == []
+    rig.take(m.Heartbeat(P0, ME, FIRST, 1, 1, 2, 0, False, b""))
+    assert messages(rig.take(m.Heartbeat(P0, ME, FIRST, 1, 1, 2, 0, False, b"")), m.Abort)
 
 
 def test_a_prefill_that_does_not_know_us_is_lost_and_registered_anew() -> None:

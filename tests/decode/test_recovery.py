@@ -130,7 +130,7 @@ def test_s66_quarantine_beyond_its_bound_ends_by_a_fence() -> None:
         end_s = rig.now_s + seconds
         while rig.now_s < end_s:
             rig.now_s += 0.25
-            rig.take(m.Heartbeat(P0, ME, PeerAddress("tcp://p:0"), 1, 0, True, b""))
+            rig.take(m.Heartbeat(P0, ME, PeerAddress("tcp://p:0"), 1, 1, 1, 0, True, b""))
             found += fenced(list(rig.intake.tick(rig.now_s)))
         return found
 

@@ -36,12 +36,12 @@ def flood(pair: Pair) -> list[list[bytes]]:
     messages: list[msgspec.Struct] = []
     for i in range(400):
         messages.append(m.Abort(nobody, Epoch(2), someone, 1, Room(i), Ticket(i), "x"))
-        messages.append(m.Heartbeat(nobody, Epoch(2), someone, 1, 0, False, b""))
+        messages.append(m.Heartbeat(nobody, Epoch(2), someone, 1, 1, 1, 0, False, b""))
         messages.append(m.Ack(nobody, Epoch(2), Room(i), Ticket(i)))
         messages.append(m.Register(Epoch(i), Epoch(0), someone, i, "nowhere:1", {"page_size": "3"}, []))
         messages.append(m.AbortAck(nobody, Epoch(2), Room(i), Ticket(i), True))
         messages.append(m.Failed(nobody, Epoch(2), Room(i), Ticket(i), "x", "x", True, True))
-        messages.append(m.Heartbeat(nobody, Epoch(2), someone, 1, 0, False, b"123"))
+        messages.append(m.Heartbeat(nobody, Epoch(2), someone, 1, 1, 1, 0, False, b"123"))
     return [encode(message) for message in messages]
 
 

@@ -138,7 +138,7 @@ def test_s30_a_result_is_repeated_until_it_is_acknowledged() -> None:
     rig.computed()
     rig.handoff.written(rig.key(1), 96, 0.1, None, 101.0)
     for now_s in (102.5, 104.0):
-        rig.take(m.Heartbeat(DECODE, ME, REPLY, 1, 0, False, b""))
+        rig.take(m.Heartbeat(DECODE, ME, REPLY, 1, 1, 1, 0, False, b""))
         assert len(sent(list(rig.handoff.tick(False, now_s)), m.Completed)) == 1
         rig.now_s = now_s
     rig.take(m.Ack(DECODE, ME, Room(9), Ticket(1)))
