@@ -53,6 +53,10 @@ class Peer:
     outstanding_tokens: int = 0
     """Prompt tokens asked for and not answered: the load that ``pick`` balances."""
 
+    def __str__(self) -> str:
+        differences = f" ({'; '.join(map(str, self.differences))})" if self.differences else ""
+        return f"{self.address} is {self.state.value}{differences}"
+
     def status(self) -> PeerStatus:
         return PeerStatus(self.address, self.state.value, self.epoch, self.capacity_tokens, self.differences)
 
@@ -157,11 +161,7 @@ class PeerBook:
 
     def __str__(self) -> str:
         """For an error message: each peer and its state."""
-        shown = [
-            f"{p.address} is {p.state.value}" + (f" ({'; '.join(map(str, p.differences))})" if p.differences else "")
-            for p in self.peers.values()
-        ]
-        return ", ".join(shown) or "none is configured"
+        return ", ".join(map(str, self.peers.values())) or "none is configured"
 
     def tick(self, now_s: float) -> tuple[list[Peer], list[Effect]]:
         """(peers found silent for too long, messages due)."""

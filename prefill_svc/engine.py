@@ -121,6 +121,7 @@ class PrefillEngine:
                     log.warning("transfer failed, retiring the sending engine of decode %d", sender.decode_epoch)
                     self._senders[sender].drain().add_done_callback(partial(self._drained, key))
                 case OpenSender(sender, session):
+                    log.info("decode %s registered", self._handoff.peers.peers[sender].address)
                     self._senders[sender] = PeerSender(
                         partial(MooncakeEngine, self._advertise), self._sources(), session, name=session
                     )

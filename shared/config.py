@@ -42,7 +42,7 @@ class ServiceConfig:
 
     model: str = _option("smollm2-135m-instruct", "alias, Hugging Face folder, GGUF file or hub id")
     served_model_name: str = _option("", "the name clients use; empty: the --model value")
-    host: str = _option("127.0.0.1", "HTTP bind address")
+    host: str = _option("127.0.0.1", "bind address of HTTP and of the control port")
     port: int = _option(0, "HTTP port; 0: any free one", high=MAX_PORT)
     control_port: int = _option(0, "ZeroMQ port for the peer service; 0: any free one", high=MAX_PORT)
     advertise_host: str = _option("", "address peers reach this host at; empty: chosen and logged")

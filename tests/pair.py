@@ -19,17 +19,20 @@ from typing import Any, Literal
 import aiohttp
 import psutil
 
+from tests import netns
+
 Side = Literal["prefill", "decode"]
 START_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-def _serve(side: Side, argv: list[str], log_path: str) -> None:
+def _serve(side: Side, argv: list[str], log_path: str, namespace: str) -> None:
     """The front process: its output goes to a file, and it does not outlive the tests."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    netns.enter(namespace)
     if side == "prefill":
         from prefill_svc.main import main
     else:
@@ -54,6 +57,8 @@ class Service:
     side: Side
     flags: list[str]
     log_path: Path
+    namespace: str = ""
+    """The network namespace that it lives in; empty: the test's own."""
     process: Any = None
     url: str = ""
     control: str = ""
@@ -61,7 +66,8 @@ class Service:
 
     def start(self) -> "Service":
         self._read = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self.process = self.forks.context.Process(target=_serve, args=(self.side, self.flags, str(self.log_path)))
+        args = (self.side, self.flags, str(self.log_path), self.namespace)
+        self.process = self.forks.context.Process(target=_serve, args=args)
         self.process.start()
         return self
 
@@ -108,9 +114,10 @@ class Service:
 class Client:
     """HTTP against one service. ``post`` and ``stream`` return parsed JSON."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, namespace: str = "") -> None:
         self.url = url
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        connector = aiohttp.TCPConnector(socket_factory=netns.socket_factory(namespace)) if namespace else None
+        self.session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
 
     async def __aenter__(self) -> "Client":
         return self
@@ -190,7 +197,7 @@ class Pair:
 
 
 async def _values(service: Service) -> dict[str, float]:
-    async with Client(service.url) as client:
+    async with Client(service.url, service.namespace) as client:
         _, text = await client.get("/metrics")
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#"]
     return {name: float(value) for name, value in lines}

@@ -101,7 +101,11 @@ async def _front(
                 process.kill()
                 return
             client.drain(config.drain_s)
-            await client.drained.wait()
+            try:
+                await client.drained.wait()
+            except asyncio.CancelledError:  # a second signal, or the limit: clients still hear how it ended
+                client.engine_died("the service was stopped at once")
+                raise
             await process.terminate(1.0)
 
         return await run_service(start, drain, limit_s=config.drain_s + DRAIN_MARGIN_S)

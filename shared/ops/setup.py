@@ -1,5 +1,6 @@
 """From a configuration to a loaded model with its pools: the part of start-up that both engines share."""
 
+import logging
 from dataclasses import dataclass
 
 from shared.config import ServiceConfig
@@ -11,6 +12,7 @@ from shared.protocol.messages import PROTOCOL_VERSION
 from shared.runtime.model import layout_for, load_model
 from shared.runtime.runner import ModelRunner
 
+log = logging.getLogger(__name__)
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
@@ -24,6 +26,19 @@ class LoadedRuntime:
     info: ModelInfo
     fingerprint: dict[str, str]
     eos_token_ids: frozenset[int]
+
+
+def _pool(layout: Layout, num_pages: int, config: ServiceConfig) -> KVPool:
+    """Raises ConfigError where there is not so much memory."""
+    gigabytes = layout.token_bytes * config.page_size * num_pages / 1e9
+    size = f"{num_pages} pages of {config.page_size} tokens, {gigabytes:.3g} GB"
+    try:
+        pool = KVPool(layout, num_pages, config.device)
+    except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory errors are RuntimeErrors
+        lower = "lower --max-num-seqs, --max-model-len or --num-pages"
+        raise ConfigError(f"cannot allocate a KV pool of {size}, on {config.device}: {lower}") from error
+    log.info("KV pool: %s on %s", size, config.device)
+    return pool
 
 
 def load_runtime(config: ServiceConfig) -> LoadedRuntime:
@@ -42,7 +57,7 @@ def load_runtime(config: ServiceConfig) -> LoadedRuntime:
                 f"--max-model-len {max_model_len}"
             )
         max_model_len = usable_tokens
-    pool = KVPool(layout, num_pages, config.device)
+    pool = _pool(layout, num_pages, config)
     info = ModelInfo(
         vocab_size=loaded.vocab_size,
         max_model_len=max_model_len,

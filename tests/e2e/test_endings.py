@@ -78,6 +78,20 @@ async def test_sigterm_lets_short_requests_finish(forks: Forks, tmp_path: Path, 
         assert await asyncio.to_thread(pair.decode.wait_exit) == 0
 
 
+async def test_a30_a_second_signal_ends_what_runs_at_once_and_explicitly(
+    forks: Forks, tmp_path: Path, tiny: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        pair = await start_pair(stack, forks, tmp_path, tiny, *FLAGS, "--drain-s", "60")
+        tasks = await running(pair.client, 3)
+        pair.decode.engine().suspend()  # they would end by themselves
+        for _ in range(2):
+            pair.decode.process.terminate()
+            await asyncio.sleep(0.2)
+        assert_ended_with_error(await asyncio.wait_for(asyncio.gather(*tasks), 5))
+        assert await asyncio.to_thread(pair.decode.wait_exit, 5) == 0
+
+
 async def test_a22_kill_of_the_decode_engine(forks: Forks, tmp_path: Path, tiny: Path) -> None:
     async with AsyncExitStack() as stack:
         pair = await start_pair(stack, forks, tmp_path, tiny, *FLAGS)

@@ -160,6 +160,7 @@ async def test_without_a_prefill_the_answer_is_503_at_once(forks: Forks, tmp_pat
         (["--num-pages", "4", "--max-model-len", "128"], "--num-pages 4"),
         (["--max-model-len", "100000"], "--max-model-len 100000"),
         (["--device", "cuda"], "--device cuda"),
+        (["--num-pages", "1000000000"], "cannot allocate a KV pool of 1000000000 pages of 16 tokens"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_2(
