@@ -67,6 +67,8 @@ class PrefillEngine:
             epoch=self._epoch,
             reply_to=PeerAddress(control),
             layout=runtime.layout,
+            regions=runtime.pool.regions(),
+            rows=slots.region(),
             fingerprint=runtime.fingerprint,
             capacity=m.Capacity(max_prompt),
         )

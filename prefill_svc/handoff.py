@@ -21,7 +21,7 @@ from shared.kv.placement import destinations, owned
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.machine import SENDER, Do, SenderEvent, SenderState
-from shared.transfer.plan import blocks_for, check_page_count, coverage, row_block, runs_of
+from shared.transfer.plan import check_page_count, coverage, one_item, runs_of
 
 REPEAT_S = 1.0
 RANK, RANKS = 0, 1
@@ -53,7 +53,6 @@ class Handoff:
         self._forward: list[Piece] = []
         self._epoch, self._layout = epoch, layout
         self._regions = regions
-        self._row_region = slots.region()
         self._max_prompt_tokens, self._vocab_size = max_prompt_tokens, vocab_size
 
     # messages
@@ -303,8 +302,8 @@ class Handoff:
         spec = sender.spec
         destination = destinations(sender.destination, spec.dst_first_position, positions)
         check_page_count(key.room, RANK, source, destination)
-        kv = blocks_for(runs_of(source, destination), self._regions, sender.peer.regions[:-1])
-        row = row_block(self._row_region, sender.slot, sender.peer.regions[-1], sender.spec.slot)
+        kv = sender.peer.pairing.blocks(runs_of(source, destination))
+        row = sender.peer.rows.blocks(one_item(sender.slot, spec.slot))
         digest = Digest(source, positions, len(sender.tokens)) if spec.digest else None
         return Write(sender.peer.sender, key, [kv, row], digest)
 

@@ -7,7 +7,7 @@ and is closed when the registration is gone and its last attempt has ended.
 from dataclasses import dataclass, field
 
 from prefill_svc.effects import CloseSender, Effect, OpenSender, Send, SenderId
-from shared.errors import LayoutMismatch
+from shared.errors import DestinationRefused, LayoutMismatch
 from shared.ids import Epoch, PeerAddress, Ticket
 from shared.kv.layout import Layout, check_regions
 from shared.protocol.local import PeerStatus
@@ -22,6 +22,7 @@ from shared.protocol.messages import (
     Registered,
     pack_int64,
 )
+from shared.transfer.plan import Pairing, pair_regions
 
 HEARTBEAT_S = 0.5
 LOST_S = 4.0
@@ -61,6 +62,10 @@ class DecodePeer:
     address: PeerAddress
     registration: int
     regions: list[Region]
+    pairing: Pairing
+    """Of this side's cache and its: made once, since a chunk changes only the runs (S13)."""
+    rows: Pairing
+    """Of this side's metadata rows and its."""
     last_seen_s: float
     heard: int = 0
     """Number of its newest heartbeat."""
@@ -79,11 +84,20 @@ class DecodePeers:
     """All registrations of one prefill engine. Times are seconds of one monotonic clock."""
 
     def __init__(
-        self, *, epoch: Epoch, reply_to: PeerAddress, layout: Layout, fingerprint: dict[str, str], capacity: Capacity
+        self,
+        *,
+        epoch: Epoch,
+        reply_to: PeerAddress,
+        layout: Layout,
+        regions: list[Region],
+        rows: Region,
+        fingerprint: dict[str, str],
+        capacity: Capacity,
     ) -> None:
         self.peers: dict[SenderId, DecodePeer] = {}
         self.refusals: dict[PeerAddress, list[Difference]] = {}
         self._epoch, self._reply_to = epoch, reply_to
+        self._regions, self._rows = regions, rows
         self._layout, self._fingerprint, self._capacity = layout, fingerprint, capacity
         self._last_tick_s: float | None = None
         self._next_beat_s = 0.0
@@ -114,7 +128,15 @@ class DecodePeers:
         self.refusals.pop(message.reply_to, None)
         if len(self.peers) >= MAX_PEERS:
             return same, []
-        peer = DecodePeer(message.epoch, message.reply_to, message.registration, message.regions, now_s)
+        peer = DecodePeer(
+            message.epoch,
+            message.reply_to,
+            message.registration,
+            message.regions,
+            pair_regions(self._regions, message.regions[:-1]),
+            pair_regions([self._rows], message.regions[-1:]),
+            now_s,
+        )
         self.peers[peer.sender] = peer
         return same, [OpenSender(peer.sender, message.session), Send(message.reply_to, answer)]
 
@@ -188,6 +210,7 @@ class DecodePeers:
         if not differences:
             try:
                 check_regions(self._layout, message.regions, 1)
-            except LayoutMismatch as error:
+                pair_regions([*self._regions, self._rows], message.regions)
+            except (LayoutMismatch, DestinationRefused) as error:
                 differences = [Difference("regions", "its own layout", error.message)]
         return differences

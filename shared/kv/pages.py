@@ -15,6 +15,7 @@ from shared.errors import IntegrityError
 Pages = npt.NDArray[np.int32]
 
 _FREE, _HELD, _QUARANTINED = 0, 1, 2
+_STRETCH = 4096
 
 
 class PageAllocator:
@@ -27,6 +28,8 @@ class PageAllocator:
         self._state[0] = _HELD
         self._free = num_pages - 1
         self._quarantined = 0
+        self._lowest = 1
+        """No free page lies below it."""
 
     @property
     def usable_pages(self) -> int:
@@ -41,38 +44,53 @@ class PageAllocator:
         return self._quarantined
 
     def allocate(self, count: int) -> Pages | None:
-        """``[count]`` pages, or None where so many are not free (nothing changes then).
+        """``[count]`` ascending pages, or None where so many are not free (nothing changes then).
 
         The lowest run of ``count`` free pages if there is one, else the ``count`` lowest free pages (S50's rule).
         """
         if count > self._free:
             return None
-        free = np.flatnonzero(self._state == _FREE)
-        start = 0
-        if count:
-            in_a_row = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
-            start = int(in_a_row[0]) if in_a_row.size else 0
-        pages = free[start : start + count].astype(np.int32)
+        pages = self._find(count)
         self._state[pages] = _HELD
         self._free -= count
+        if count and pages[0] == self._lowest:
+            self._lowest = int(pages[-1]) + 1 if pages[-1] - pages[0] == count - 1 else self._lowest + 1
         return pages
+
+    def _find(self, count: int) -> Pages:
+        """Looks at a stretch of the pool first, then at ever longer ones: a run is mostly near (S63)."""
+        length, end = max(_STRETCH, 2 * count), 0
+        while end < len(self._state):
+            end = min(len(self._state), self._lowest + length)
+            free = np.flatnonzero(self._state[self._lowest : end] == _FREE) + self._lowest
+            if count and len(free) >= count:
+                in_a_row = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+                if in_a_row.size:
+                    return free[in_a_row[0] :][:count].astype(np.int32)
+            length *= 8
+        return free[:count].astype(np.int32)
 
     def quarantine(self, pages: Pages) -> None:
         """Owned pages → owned and marked. Raises IntegrityError where one is free or marked already."""
-        self._require(pages, (_HELD,), "quarantined")
+        self._require(pages, self._state[pages] == _HELD, "quarantined")
         self._state[pages] = _QUARANTINED
         self._quarantined += len(pages)
 
     def release(self, pages: Pages) -> None:
         """Owned or quarantined pages → free. Raises IntegrityError on a double release."""
-        self._require(pages, (_HELD, _QUARANTINED), "released")
-        self._quarantined -= int((self._state[pages] == _QUARANTINED).sum())
+        states = self._state[pages]
+        self._require(pages, states != _FREE, "released")
+        self._quarantined -= int(np.count_nonzero(states == _QUARANTINED))
         self._state[pages] = _FREE
         self._free += len(pages)
+        if len(pages):
+            self._lowest = min(self._lowest, int(pages.min()))
 
-    def _require(self, pages: Pages, states: tuple[int, ...], verb: str) -> None:
-        wrong = pages[~np.isin(self._state[pages], states) | (pages == 0)] if len(pages) else pages
-        if len(wrong) or len(np.unique(pages)) != len(pages):
+    @staticmethod
+    def _require(pages: Pages, legal: npt.NDArray[np.bool_], verb: str) -> None:
+        distinct = bool((pages[1:] > pages[:-1]).all()) or len(np.unique(pages)) == len(pages)
+        if not distinct or not legal.all() or not pages.all():
+            wrong = pages[~legal | (pages == 0)]
             raise IntegrityError(
                 f"pages {wrong[:8].tolist()} of {pages[:8].tolist()}… cannot be {verb}: not owned, or twice"
             )

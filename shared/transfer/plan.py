@@ -55,16 +55,35 @@ def runs_of(source: Pages, destination: Pages) -> Runs:
     return Runs(source[starts].astype(np.int64), destination[starts].astype(np.int64), length)
 
 
-def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Region]) -> Blocks:
-    """S13: the runs on every source region, layer after layer: ``[regions · runs]`` blocks.
+@dataclass(frozen=True)
+class Pairing:
+    """Regions of two sides matched by component and layer: ``bases`` is [regions, 3], source base, destination base and
+    item bytes of each; the items are what the smallest region on each side has."""
 
-    A source region is matched to the destination region of the same component and layer, so a sender may pass only
-    the layers that it holds or that are due. Raises LayoutMismatch where there is no such region or its items have
-    another size, DestinationRefused where a run leaves a region.
-    """
+    bases: npt.NDArray[np.int64]
+    src_items: int
+    dst_items: int
+
+    def blocks(self, runs: Runs, first: int = 0, end: int | None = None) -> Blocks:
+        """S13: the runs on regions ``first`` … ``end`` - 1, one after the other: ``[regions · runs]`` blocks. Raises
+        DestinationRefused where a run leaves a region."""
+        _check_bounds("source", self.src_items, runs.src, runs.length)
+        _check_bounds("destination", self.dst_items, runs.dst, runs.length)
+        bases = self.bases[first:end]
+        item = bases[:, 2:]
+        return Blocks(
+            (bases[:, :1] + runs.src * item).ravel(),
+            (bases[:, 1:2] + runs.dst * item).ravel(),
+            (runs.length * item).ravel(),
+        )
+
+
+def pair_regions(source: Sequence[Region], destination: Sequence[Region]) -> Pairing:
+    """A source region is matched to the destination region of the same component and layer, so a sender may pass only
+    the layers that it holds. Raises LayoutMismatch where there is no such region or its items have another size,
+    DestinationRefused for one that is no range of addresses."""
     by_layer = {(r.component, r.layer): r for r in destination}
-    src_span, dst_span = _span(runs.src, runs.length), _span(runs.dst, runs.length)
-    pairs = []
+    bases = []
     for src in source:
         dst = by_layer.get((src.component, src.layer))
         if dst is None or dst.item_bytes != src.item_bytes:
@@ -72,35 +91,35 @@ def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Regio
             raise LayoutMismatch(
                 f"{src.component} layer {src.layer}: expected items of {src.item_bytes} bytes, destination has {got}"
             )
-        _check_bounds("source", src, src_span)
-        _check_bounds("destination", dst, dst_span)
-        pairs.append((src.base, dst.base, src.item_bytes))
-    bases = np.array(pairs, np.int64).reshape(-1, 3)
-    item = bases[:, 2:]
-    return Blocks(
-        (bases[:, :1] + runs.src * item).ravel(),
-        (bases[:, 1:2] + runs.dst * item).ravel(),
-        (runs.length * item).ravel(),
+        for side, region in (("source", src), ("destination", dst)):
+            _check_range(side, region)
+        bases.append((src.base, dst.base, src.item_bytes))
+    wanted = {(r.component, r.layer) for r in source}
+    return Pairing(
+        np.array(bases, np.int64).reshape(-1, 3),
+        min((r.items for r in source), default=0),
+        min((r.items for key, r in by_layer.items() if key in wanted), default=0),
     )
 
 
-def row_block(source: Region, src_row: int, destination: Region, dst_row: int) -> Blocks:
-    """One metadata row, as a batch of its own."""
-    run = Runs(np.array([src_row]), np.array([dst_row]), np.array([1]))
-    return blocks_for(run, [source], [destination])
+def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Region]) -> Blocks:
+    """The runs on all of these regions, once; see ``pair_regions`` and ``Pairing.blocks``."""
+    return pair_regions(source, destination).blocks(runs)
 
 
-def _span(first: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """(smallest item, one past the largest)."""
-    return (int(first.min()), int((first + length).max())) if len(first) else (0, 0)
+def one_item(source: int, destination: int) -> Runs:
+    """A run of its own, such as a metadata row."""
+    return Runs(np.array([source]), np.array([destination]), np.array([1]))
 
 
-def _check_bounds(side: str, region: Region, span: tuple[int, int]) -> None:
-    if span[0] < 0 or span[1] > region.items:
+def _check_bounds(side: str, items: int, first: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
+    if len(first) and (first.min() < 0 or (first + length).max() > items):
         raise DestinationRefused(
-            f"{side} {region.component} layer {region.layer} has items 0 … {region.items - 1}, "
-            f"asked for {span[0]} … {span[1] - 1}"
+            f"the {side} has items 0 … {items - 1}, asked for {first.min()} … {(first + length).max() - 1}"
         )
+
+
+def _check_range(side: str, region: Region) -> None:
     if not 0 < region.base < _MAX_ADDRESS - region.items * region.item_bytes:
         raise DestinationRefused(
             f"{side} {region.component} layer {region.layer}: {region.items} items of {region.item_bytes} bytes from "

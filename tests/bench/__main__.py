@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PARTS = ("goodput", "serving")
+PARTS = ("control", "goodput", "serving")
 
 
 def machine() -> dict[str, Any]:
@@ -35,7 +35,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="goodput,serving")
+    parser.add_argument("--parts", default=",".join(PARTS), help=",".join(PARTS))
     parser.add_argument("--dtypes", default="float32", help="float32,bfloat16: each is a run of the serving part")
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads of each engine"
@@ -47,6 +47,15 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": machine()}
     print(result["machine"])
+    if "control" in options.parts:
+        from tests.bench import control
+
+        found = result["control"] = control.run()
+        table("Hand-overs a second without bytes, by window", [found["handovers_per_s"]])
+        table("Fence of a session that is being written to", [found["fence"]])
+        table("Abort in mid-transfer, 70.8 MB", [found["abort"]])
+        table("Digest, one side", [found["digest"]])
+        table("Pages out of 600,000", found["allocations"])
     if "goodput" in options.parts:
         from tests.bench import goodput
 
@@ -59,11 +68,11 @@ def main() -> None:
         for dtype in options.dtypes.split(","):
             counts = {1: max(1, options.requests // 6), 8: options.requests}
             with tempfile.TemporaryDirectory() as folder:
-                found = asyncio.run(serving.run(dtype, options.threads, counts, options.rounds, Path(folder)))
-            result["serving"].append(found)
-            table(f"Hand-over of a 512-token prompt, {dtype}", [found["handover"]])
+                served = asyncio.run(serving.run(dtype, options.threads, counts, options.rounds, Path(folder)))
+            result["serving"].append(served)
+            table(f"Hand-over of a 512-token prompt, {dtype}", [served["handover"]])
             for concurrency in counts:
-                at = found[f"c{concurrency}"]
+                at = served[f"c{concurrency}"]
                 rows = [{"": side, **at[side]} for side in ("pair", "bare")]
                 table(f"512 in, 64 out, {dtype}, concurrency {concurrency}, {at['requests']} requests a round", rows)
                 print(f"  tokens/s pair to bare {at['tok_s_ratio']}, time to first token {at['ttft_ratio']}")

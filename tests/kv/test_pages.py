@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import IntegrityError
+from shared.kv import pages as pages_module
 from shared.kv.pages import PageAllocator, Pages
 
 
@@ -79,6 +80,22 @@ def test_check_integrity_sees_leaks_thefts_and_shared_owners() -> None:
         pages.check_integrity([a, b, ids(2)])
     with pytest.raises(IntegrityError):
         pages.check_integrity([a], [b])
+
+
+@given(st.sets(st.integers(1, 99)), st.integers(0, 12), st.integers(0, 3))
+def test_s63_looking_near_first_finds_what_looking_everywhere_finds(free: set[int], count: int, before: int) -> None:
+    pages = PageAllocator(100)
+    pages.allocate(99)
+    pages.release(ids(*free))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages_module, "_STRETCH", 3)
+        left = sorted(free)
+        for _ in range(before + 1):
+            runs = [left[i : i + count] for i in range(len(left) - count + 1)]
+            expected = next((run for run in runs if not run or run[-1] - run[0] == count - 1), left[:count])
+            got = pages.allocate(count)
+            assert (got.tolist() if got is not None else None) == (expected if count <= len(left) else None)
+            left = [page for page in left if got is None or page not in got]
 
 
 @given(st.lists(st.tuples(st.sampled_from("aqr"), st.integers(0, 7)), max_size=60))

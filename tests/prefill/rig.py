@@ -38,7 +38,13 @@ class Rig:
         self.now_s = 100.0
         self.pages = PageAllocator(num_pages)
         peers = DecodePeers(
-            epoch=ME, reply_to=PeerAddress("x"), layout=LAYOUT, fingerprint=FINGERPRINT, capacity=m.Capacity(40)
+            epoch=ME,
+            reply_to=PeerAddress("x"),
+            layout=LAYOUT,
+            regions=regions(9_000_000, num_pages)[:-1],
+            rows=regions(9_000_000, num_pages)[-1],
+            fingerprint=FINGERPRINT,
+            capacity=m.Capacity(40),
         )
         self.handoff = Handoff(
             epoch=ME,

@@ -11,7 +11,7 @@ from shared.transfer.plan import (
     check_coverage,
     check_page_count,
     coverage,
-    row_block,
+    one_item,
     runs_of,
     summary,
 )
@@ -80,7 +80,7 @@ def test_s13_layers_are_matched_by_id_not_by_order() -> None:
 )
 def test_nothing_leaves_a_region(source: list[int], destination: list[int], side: str) -> None:
     run = runs_of(ids(*source), ids(*destination))
-    with pytest.raises(DestinationRefused, match=rf"{side}\w* kv layer 0 has items 0 … 99, asked for 99 … 100"):
+    with pytest.raises(DestinationRefused, match=rf"{side}\w* has items 0 … 99, asked for 99 … 100"):
         blocks_for(run, regions(1_000_000), regions(2_000_000))
 
 
@@ -92,7 +92,7 @@ def test_a_destination_that_is_no_range_of_addresses_is_refused(base: int) -> No
 
 
 def test_a_metadata_row_is_a_batch_of_its_own() -> None:
-    blocks = row_block(Region("meta", 0, 500, 64, 4), 3, Region("meta", 0, 9_000, 64, 8), 5)
+    blocks = blocks_for(one_item(3, 5), [Region("meta", 0, 500, 64, 4)], [Region("meta", 0, 9_000, 64, 8)])
     assert (blocks.src.tolist(), blocks.dst.tolist(), blocks.length.tolist()) == ([692], [9_320], [64])
 
 

@@ -215,7 +215,13 @@ class PrefillNode:
         self.pool, slots = Pool(world.prefill_pages), SlotPool(6)
         max_prompt = (world.prefill_pages - 1) * PAGE_SIZE
         peers = DecodePeers(
-            epoch=epoch, reply_to=address, layout=LAYOUT, fingerprint=FINGERPRINT, capacity=m.Capacity(max_prompt)
+            epoch=epoch,
+            reply_to=address,
+            layout=LAYOUT,
+            regions=self.pool.regions(),
+            rows=slots.region(),
+            fingerprint=FINGERPRINT,
+            capacity=m.Capacity(max_prompt),
         )
         self.handoff = Handoff(
             epoch=epoch,

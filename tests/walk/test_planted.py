@@ -118,8 +118,12 @@ def completed_before_written(patch: Patch) -> None:
 
 def missing_layer(patch: Patch) -> None:
     """One layer is not sent, and the completion claims it all the same."""
-    real = plan.blocks_for
-    patch.setattr(handoff_module, "blocks_for", lambda runs, src, dst: real(runs, src[:-1], dst))
+    real = plan.Pairing.blocks
+
+    def blocks(self: plan.Pairing, runs: Any, first: int = 0, end: int | None = None) -> Any:
+        return real(self, runs, first, -1 if len(self.bases) > 1 else end)
+
+    patch.setattr(plan.Pairing, "blocks", blocks)
 
 
 def truncated_page_list(patch: Patch) -> None:
@@ -304,15 +308,17 @@ def running_pages_freed_early(patch: Patch) -> None:
 
 WRITTEN = "page given away while"
 FOREIGN = "reads foreign bytes"
+REUSED = f"{WRITTEN}|{FOREIGN}"
+"""Whichever of the two comes first."""
 NO_ROW = "foreign or missing metadata row"
 
 DEFECTS: dict[Plant, str] = {
-    early_free: WRITTEN,
-    quarantine_ends_by_time: WRITTEN,
+    early_free: REUSED,
+    quarantine_ends_by_time: REUSED,
     lost_ack: "not at rest",
-    failed_write_counts_as_stopped: WRITTEN,
-    drain_counts_as_proof: WRITTEN,
-    abort_answered_while_writing: WRITTEN,
+    failed_write_counts_as_stopped: f"{WRITTEN}|not at rest",
+    drain_counts_as_proof: REUSED,
+    abort_answered_while_writing: REUSED,
     completed_before_written: NO_ROW,
     missing_layer: FOREIGN,
     truncated_page_list: FOREIGN,
@@ -320,14 +326,14 @@ DEFECTS: dict[Plant, str] = {
     coverage_not_checked: NO_ROW,
     old_attempt_accepted: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
     late_prefill_starts: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
-    fence_skipped: f"{WRITTEN}|{FOREIGN}",
+    fence_skipped: REUSED,
     double_finish: "more than one ending",
     slot_freed_at_commit: "no slot before its prebuilt step",
     slot_leaks_on_abort: "owners hold slots",
     old_epoch_accepted: f"{WRITTEN}|{FOREIGN}|{NO_ROW}",
-    lease_freed_by_task_cancellation: WRITTEN,
-    retry_into_the_old_lease: WRITTEN,
-    given_up_counts_as_stopped: WRITTEN,
+    lease_freed_by_task_cancellation: REUSED,
+    retry_into_the_old_lease: REUSED,
+    given_up_counts_as_stopped: REUSED,
     old_registration_accepted: "keeps workers of dead sessions",
     running_pages_freed_early: "two owners|not as their owners say",
 }
