@@ -106,11 +106,11 @@ class Answer:
             registry.sample("handoff_commit_seconds", handover.commit_s)
             if handover.bytes_sent:
                 registry.count("handoff_transfer_bytes_total", handover.bytes_sent)
-                registry.sample("handoff_transfer_seconds", handover.timings.write_s)
+                registry.sample("handoff_transfer_seconds", handover.slowest_write_s)
                 registry.sample("handoff_transfer_exposed_seconds", handover.timings.exposed_s)
                 registry.sample("handoff_transfer_size_bytes", handover.bytes_sent)
                 registry.sample(
-                    "handoff_goodput_bytes_per_second", handover.bytes_sent / max(handover.timings.write_s, 1e-9)
+                    "handoff_goodput_bytes_per_second", handover.bytes_sent / max(handover.slowest_write_s, 1e-9)
                 )
 
 
@@ -285,7 +285,7 @@ def _timing_headers(handover: Handover | None) -> dict[str, str]:
     timings = handover.timings
     parts = {"queue": timings.queue_s, "prefill": timings.prefill_s, "exposed": timings.exposed_s}
     shown = [f"{name};dur={1e3 * seconds:.3f}" for name, seconds in {**parts, "commit": handover.commit_s}.items()]
-    shown.append(f'transfer;dur={1e3 * timings.write_s:.3f};desc="{handover.bytes_sent} bytes"')
+    shown.append(f'transfer;dur={1e3 * handover.slowest_write_s:.3f};desc="{handover.bytes_sent} bytes"')
     return {"Server-Timing": ", ".join(shown)}
 
 

@@ -264,7 +264,11 @@ class Intake:
         assert message is not None
         effects = self.leases.step(lease, LeaseEvent.PROVE, now_s)
         sent = sum(sum(part.bytes_by_component.values()) for part in message.parts)
-        request.handover = Handover(lease.peer, request.attempts, sent, now_s - lease.sent_s, message.timings)
+        tail = max(message.parts, key=lambda part: part.write_s)
+        took_s = now_s - lease.sent_s
+        request.handover = Handover(
+            lease.peer, request.attempts, sent, took_s, message.timings, tail.rank, tail.write_s
+        )
         request.state, todo = REQUEST.step(request.state, RequestEvent.COMMIT)
         assert todo == (Do.PREBUILD,)
         return [*effects, Prebuild(request.id)]

@@ -208,7 +208,7 @@ class Handoff:
             write_s=write_s,
         )
         positions = np.arange(self._layout.pages_for(len(sender.tokens)))
-        part = coverage(RANK, positions, self._regions, digest)
+        part = coverage(RANK, positions, self._regions, digest, write_s)
         sender.result = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], timings)
         sender.next_repeat_s = now_s + REPEAT_S
         self.counts.bytes_sent += sent_bytes

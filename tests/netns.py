@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import socket
 import subprocess
 import uuid
@@ -48,6 +49,7 @@ def socket_factory(name: str) -> Callable[[Any], socket.socket]:
 
 
 def _run(*command: str) -> None:
+    assert shutil.which(command[0]), f"{command[0]} is missing (Debian: iproute2)"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()} (network namespaces need root)"
 

@@ -91,6 +91,9 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commit_s: float
     """Prefill sent → committed, decode's clock."""
     timings: Timings
+    slowest_rank: int = 0
+    """The prefill rank that wrote longest, and how long (S63)."""
+    slowest_write_s: float = 0.0
 
 
 class EngineError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -92,13 +92,15 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank wrote for one attempt (S67): absolute page positions as packed int32, bytes per component.
 
-    ``digest`` is of those positions' content (``shared/kv/digest.py``), where decode asked for it.
+    ``digest`` is of those positions' content (``shared/kv/digest.py``), where decode asked for it; ``write_s`` is from
+    the rank's first submit to its last byte.
     """
 
     rank: int
     positions: bytes
     bytes_by_component: dict[str, int]
     digest: int | None = None
+    write_s: float = 0.0
 
 
 def duration_s(start_s: float, end_s: float) -> float:

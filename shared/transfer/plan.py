@@ -127,13 +127,15 @@ def _check_range(side: str, region: Region) -> None:
         )
 
 
-def coverage(rank: int, positions: npt.ArrayLike, regions: Sequence[Region], digest: int | None = None) -> Coverage:
+def coverage(
+    rank: int, positions: npt.ArrayLike, regions: Sequence[Region], digest: int | None = None, write_s: float = 0.0
+) -> Coverage:
     """S67: what a rank says that it has written: ``[n]`` absolute positions, on each of the regions that it sent."""
     count = len(np.asarray(positions))
     sent: dict[str, int] = {}
     for region in regions:
         sent[region.component] = sent.get(region.component, 0) + count * region.item_bytes
-    return Coverage(rank, pack_int32(positions), sent, digest)
+    return Coverage(rank, pack_int32(positions), sent, digest, write_s)
 
 
 def check_coverage(

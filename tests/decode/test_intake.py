@@ -33,6 +33,16 @@ def test_one_request_from_submit_to_finish() -> None:
     assert (rig.pages.free_pages, rig.intake.leases.open, rig.intake.requests) == (15, {}, {})
 
 
+def test_s63_the_slowest_rank_is_what_a_hand_over_took() -> None:
+    rig = Rig(P0)
+    rig.submit("r")
+    parts = [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32}, write_s=0.25)]
+    rig.take(rig.completed(1, parts=parts))
+    handover = rig.intake.requests[RequestId("r")].handover
+    assert handover is not None
+    assert (handover.slowest_rank, handover.slowest_write_s, handover.bytes_sent) == (0, 0.25, 32)
+
+
 def test_s42_the_slot_is_the_requests_until_its_prebuilt_step() -> None:
     rig = Rig(P0)
     rig.submit("r")

@@ -257,7 +257,7 @@ async def test_a31_s32_s33_figures_are_of_what_happened(forks: Forks, tmp_path: 
 
 
 @pytest.mark.parametrize("absent_s", [6.0, pytest.param(600.0, marks=pytest.mark.soak)])
-async def test_a32_an_absent_prefill_costs_few_lines_and_no_cpu_and_success_none(
+async def test_a32_s28_an_absent_prefill_costs_few_lines_and_no_cpu_and_success_none(
     forks: Forks, tmp_path: Path, tiny: Path, absent_s: float
 ) -> None:
     async with AsyncExitStack() as stack:

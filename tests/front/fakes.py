@@ -64,7 +64,7 @@ def byte_level_tokenizer(*, bos: bool = False) -> Any:
 
 
 def handover(bytes_sent: int = 4200) -> Handover:
-    return Handover("tcp://127.0.0.1:8998", 1, bytes_sent, 0.25, Timings(0.001, 0.2, 0.004, 0.05))
+    return Handover("tcp://127.0.0.1:8998", 1, bytes_sent, 0.25, Timings(0.001, 0.2, 0.004, 0.05), 0, 0.05)
 
 
 def registered(address: str = "tcp://127.0.0.1:8998", max_prompt_tokens: int = 0) -> PeerStatus:

@@ -28,7 +28,7 @@ def test_one_attempt_from_prefill_to_ack() -> None:
     effects = list(rig.handoff.written(rig.key(1), 96, 0.01, None, 101.0))
     (done,) = sent(effects, m.Completed)
     assert isinstance(done, m.Completed)
-    assert done.parts == [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32})]
+    assert done.parts == [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32}, write_s=0.01)]
     assert rig.pages.free_pages == 11
     assert rig.take(m.Ack(DECODE, ME, Room(9), Ticket(1))) == []
     assert not rig.handoff.senders

@@ -208,3 +208,10 @@ def test_too_large_to_be_accepted_is_refused_before_it_is_sent() -> None:
     assert CODECS["ToPrefill"].decode(encode(fits)) == fits
     with pytest.raises(MessageError, match="is over the limit of 16777216"):
         encode(msgspec.structs.replace(at_limit, reason="x" * (room_bytes + 1)))
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "expected"), [(10.0, 12.5, 2.5), (0.0, 12.5, 0.0), (10.0, 0.0, 0.0), (-1.0, 5.0, 0.0)]
+)
+def test_s34_a_duration_of_which_a_stamp_was_never_set_is_0(start_s: float, end_s: float, expected: float) -> None:
+    assert messages.duration_s(start_s, end_s) == expected
