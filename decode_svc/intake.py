@@ -264,11 +264,9 @@ class Intake:
         assert message is not None
         effects = self.leases.step(lease, LeaseEvent.PROVE, now_s)
         sent = sum(sum(part.bytes_by_component.values()) for part in message.parts)
-        tail = max(message.parts, key=lambda part: part.write_s)
+        write_s, rank = max(((part.write_s, part.rank) for part in message.parts), default=(0.0, 0))
         took_s = now_s - lease.sent_s
-        request.handover = Handover(
-            lease.peer, request.attempts, sent, took_s, message.timings, tail.rank, tail.write_s
-        )
+        request.handover = Handover(lease.peer, request.attempts, sent, took_s, message.timings, rank, write_s)
         request.state, todo = REQUEST.step(request.state, RequestEvent.COMMIT)
         assert todo == (Do.PREBUILD,)
         return [*effects, Prebuild(request.id)]

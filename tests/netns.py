@@ -49,7 +49,6 @@ def socket_factory(name: str) -> Callable[[Any], socket.socket]:
 
 
 def _run(*command: str) -> None:
-    assert shutil.which(command[0]), f"{command[0]} is missing (Debian: iproute2)"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()} (network namespaces need root)"
 
@@ -58,6 +57,8 @@ class Cable:
     """``hosts``: (namespace, address) of its two ends."""
 
     def __init__(self) -> None:
+        for tool in ("ip", "tc"):
+            assert shutil.which(tool), f"{tool} is missing (Debian: iproute2)"
         tag = uuid.uuid4().hex[:6]
         self.hosts = [(f"handoff-{tag}-{i}", f"10.211.0.{i + 1}") for i in range(2)]
         self._ends = [f"ho{tag}{i}" for i in range(2)]
