@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PARTS = ("control", "goodput", "serving")
+PARTS = ("control", "goodput", "resident", "serving")
 
 
 def machine() -> dict[str, Any]:
@@ -61,6 +61,12 @@ def main() -> None:
 
         result["goodput"] = goodput.run()
         table("Bytes between two processes (GB/s, medians)", result["goodput"])
+    if "resident" in options.parts:
+        from tests.bench import resident
+
+        with tempfile.TemporaryDirectory() as folder:
+            result["resident"] = asyncio.run(resident.run(Path(folder)))
+        table(f"Memory over {resident.REQUESTS} requests on a tiny model", result["resident"])
     if "serving" in options.parts:
         from tests.bench import serving
 
