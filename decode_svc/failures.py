@@ -13,13 +13,11 @@ def failure_of(message: Failed | GivenUp | AbortAck) -> EngineError:
     match message:
         case AbortAck():
             return lost("the prefill service gave the request up")
-        case GivenUp():
-            return EngineError(f"prefill: {message.reason}", message.code, 503, "prefill_failed", True)
         case Failed(code="capacity"):
             return EngineError(
                 f"prefill: {message.reason}", "prefill_capacity_exceeded", 400, "invalid_request_error", False
             )
-        case Failed():
+        case Failed() | GivenUp():
             status = 503 if message.retryable else 500
             return EngineError(f"prefill: {message.reason}", message.code, status, "prefill_failed", message.retryable)
 

@@ -9,6 +9,7 @@ from shared.ids import AttemptKey, Epoch, PeerAddress
 from shared.kv.pages import Pages
 from shared.kv.placement import Positions
 from shared.transfer.engine import Blocks
+from shared.transfer.plan import Pairing, Runs
 
 
 class SenderId(NamedTuple):
@@ -60,6 +61,53 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Write this chunk's layers as they end in the forward that is about to start; ``chunk`` is its first token."""
+
+    sender: SenderId
+    key: AttemptKey
+    chunk: int
+    pairing: Pairing
+    runs: Runs
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The chunk's forward has ended: write those of its layers that were not announced."""
+
+    sender: SenderId
+    key: AttemptKey
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """As Sweep for the last chunk; when everything has landed write the row, then call ``written`` or
+    ``write_failed``."""
+
+    sender: SenderId
+    key: AttemptKey
+    chunk: int
+    row: Blocks
+    digest: Digest | None
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Submit nothing more for this attempt."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Wait for what was submitted for this attempt, then call ``written`` or ``write_failed``."""
+
+    sender: SenderId
+    key: AttemptKey
+
+
+@dataclass(frozen=True)
 class Drain:
     """Retire the worker's engine (a fresh one is made at the next write), then call ``drained``."""
 
@@ -67,4 +115,4 @@ class Drain:
     key: AttemptKey
 
 
-Effect: TypeAlias = Send | OpenSender | CloseSender | Write | Drain
+Effect: TypeAlias = Send | OpenSender | CloseSender | Write | Stream | Sweep | Finish | Halt | Drop | Drain

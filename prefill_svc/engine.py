@@ -4,11 +4,26 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from prefill_svc.effects import CloseSender, Drain, Effect, OpenSender, Send, SenderId, Write
+from prefill_svc.effects import (
+    CloseSender,
+    Digest,
+    Drain,
+    Drop,
+    Effect,
+    Finish,
+    Halt,
+    OpenSender,
+    Send,
+    SenderId,
+    Stream,
+    Sweep,
+    Write,
+)
 from prefill_svc.handoff import Handoff
 from prefill_svc.peers import DecodePeers
 from prefill_svc.scheduler import Piece
@@ -26,7 +41,9 @@ from shared.protocol.codec import Codec
 from shared.protocol.local import HEARTBEAT_S, Cancel, Drained, Generate, Ready, Status, Stop, ToEngine
 from shared.protocol.local import Drain as DrainRequest
 from shared.runtime.runner import PrefillBatch
+from shared.transfer.layers import ActiveContexts, Context, LayerGroups, Outgoing, Post, Step, at_once
 from shared.transfer.mooncake_engine import MooncakeEngine
+from shared.transfer.plan import Pairing, Runs
 from shared.transfer.sender import PeerSender, SendResult
 
 log = logging.getLogger(__name__)
@@ -43,10 +60,15 @@ class PrefillEngine:
         self._meter = Meter("prefill")
         self._limited = RateLimitedLog(log, REFUSAL_LOG_S)
         self._senders: dict[SenderId, PeerSender] = {}
+        self._active = ActiveContexts()
+        self._contexts: list[Context] = []
+        """Of the forward that is about to start."""
         self._wake = asyncio.Event()
         self._busy = False
+        self._submits = 0
         self._runtime: LoadedRuntime
         self._handoff: Handoff
+        self._groups: LayerGroups
         self._advertise = ""
 
     async def start(self) -> None:
@@ -81,7 +103,10 @@ class PrefillEngine:
             peers=peers,
             max_prompt_tokens=max_prompt,
             vocab_size=runtime.info.vocab_size,
+            layerwise=config.layerwise,
+            finish_limit_s=config.transfer_limit_s,
         )
+        self._groups = LayerGroups([b.layer for b in runtime.layout.buffers], config.transfer_layer_group)
         host.spawn(self._beat())
         host.spawn(self._forwards())
         host.post(Ready(self._epoch, control, runtime.info))
@@ -115,9 +140,24 @@ class PrefillEngine:
                         self._limited.warning(address + differences, "refused decode %s: %s", address, differences)
                     self._host.outbox.send(address, message)
                 case Write(sender, key, batches, of):
-                    pool = self._runtime.pool
-                    wanted = partial(digest, pool.layout, pool.read, *of) if of is not None else None
-                    future = self._senders[sender].send(batches, wanted)
+                    future = self._senders[sender].send(batches, self._digest(of))
+                    future.add_done_callback(partial(self._written, key))
+                case Stream(sender, key, chunk, pairing, runs):
+                    post = self._senders[sender].post
+                    context = self._active.register(key, chunk, partial(_context, pairing, runs, post))
+                    if context is not None:
+                        self._contexts.append(context)
+                case Sweep(sender, key, chunk):
+                    if (context := self._active.finish(key, chunk)) is not None:
+                        self._senders[sender].post(partial(context.sweep, at_once))
+                case Finish(sender, key, chunk, row, of):
+                    context, outgoing = self._active.finish(key, chunk), self._active.outgoing(key)
+                    future = self._senders[sender].settle(outgoing, context, row, self._digest(of))
+                    future.add_done_callback(partial(self._written, key))
+                case Halt(key):
+                    self._active.halt(key)
+                case Drop(sender, key):
+                    future = self._senders[sender].settle(self._active.outgoing(key), None, None, None)
                     future.add_done_callback(partial(self._written, key))
                 case Drain(sender, key):
                     log.warning("transfer failed, retiring the sending engine of decode %d", sender.decode_epoch)
@@ -130,8 +170,13 @@ class PrefillEngine:
                 case CloseSender(sender):
                     self._host.spawn(self._senders.pop(sender).close())
 
+    def _digest(self, of: Digest | None) -> Callable[[], int] | None:
+        pool = self._runtime.pool
+        return partial(digest, pool.layout, pool.read, *of) if of is not None else None
+
     def _written(self, key: AttemptKey, future: "asyncio.Future[SendResult]") -> None:
         now_s = self._host.now_s()
+        self._active.drop(key)
         if error := future.exception():
             log.warning("room %d attempt %d: %s", key.room, key.ticket, error)
             self._do(self._handoff.write_failed(key, error if isinstance(error, Exception) else OSError(error), now_s))
@@ -153,6 +198,7 @@ class PrefillEngine:
         while True:
             self._wake.clear()
             pieces, effects = handoff.next_forward(config.chunked_prefill_size, config.max_num_seqs, self._host.now_s())
+            self._contexts = []
             self._do(effects)
             if not pieces:
                 handoff.check_integrity()
@@ -160,14 +206,16 @@ class PrefillEngine:
                 continue
             self._busy = True
             started_s = self._host.now_s()
+            step = Step(self._groups, self._runtime.pool.record, self._contexts)
             try:
-                samples = await self._host.compute(self._runtime.runner.prefill, self._batch(pieces))
+                samples = await self._host.compute(self._runtime.runner.prefill, self._batch(pieces), step.layer_end)
             except Exception as error:  # a defect or an exhausted device: this forward's requests end, the engine lives
                 log.exception("a forward of %d prompts failed", len(pieces))
                 self._do(handoff.compute_failed(error, self._host.now_s()))
             else:
                 self._do(handoff.computed(samples, self._host.now_s()))
             self._busy = False
+            self._submits += step.submits
             self._meter.sample("handoff_step_seconds", self._host.now_s() - started_s)
 
     def _batch(self, pieces: list[Piece]) -> PrefillBatch:
@@ -222,6 +270,8 @@ class PrefillEngine:
         meter.total("handoff_transfer_failures_total", counts.transfer_failures)
         meter.total("handoff_transfer_bytes_total", counts.bytes_sent)
         meter.total("handoff_stopped_total", counts.stopped)
+        meter.total("handoff_layer_submits_total", self._submits)
+        meter.total("handoff_whole_sends_total", counts.whole_sends)
         for timings, sent_bytes in counts.finished:
             meter.sample("handoff_queue_seconds", timings.queue_s)
             meter.sample("handoff_prefill_seconds", timings.prefill_s)
@@ -236,3 +286,7 @@ class PrefillEngine:
         meter.gauge("handoff_pages_usable", handoff.pages.usable_pages)
         meter.gauge("handoff_pages_free", handoff.pages.free_pages)
         return Status(handoff.steps, self._busy, handoff.peers.statuses(), *meter.take())
+
+
+def _context(pairing: Pairing, runs: Runs, post: Post, outgoing: Outgoing) -> Context:
+    return Context(outgoing, pairing, runs, post)

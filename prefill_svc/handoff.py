@@ -6,14 +6,12 @@ owns its source pages and source row until neither a forward nor a transfer touc
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from prefill_svc.checks import objection
-from prefill_svc.effects import Digest, Drain, Effect, Send, SenderId, Write
+from prefill_svc.effects import Digest, Drain, Drop, Effect, Finish, Halt, Send, SenderId, Stream, Sweep, Write
 from prefill_svc.peers import DecodePeer, DecodePeers
 from prefill_svc.records import Counts, Sender
 from prefill_svc.scheduler import Piece, Waiting, pack
-from shared.errors import HandoffError, IntegrityError, MessageError
+from shared.errors import IntegrityError, MessageError
 from shared.ids import AttemptKey, Epoch, RequestId, Ticket
 from shared.kv.layout import Layout, meta_row
 from shared.kv.pages import PageAllocator
@@ -21,11 +19,12 @@ from shared.kv.placement import destinations, owned
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.machine import SENDER, Do, SenderEvent, SenderState
-from shared.transfer.plan import check_page_count, coverage, one_item, runs_of
+from shared.transfer.layers import one_destination
+from shared.transfer.plan import Runs, check_page_count, coverage, one_item, runs_of
 
 REPEAT_S = 1.0
-RANK, RANKS = 0, 1
-"""This engine is all of its prefill service: it owns every page."""
+WAITING = (SenderState.QUEUED, SenderState.PARTIAL)
+"""For a forward."""
 
 
 class Handoff:
@@ -42,6 +41,10 @@ class Handoff:
         peers: DecodePeers,
         max_prompt_tokens: int,
         vocab_size: int,
+        layerwise: bool = True,
+        finish_limit_s: float = 20.0,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.senders: dict[AttemptKey, Sender] = {}
         self.queue: list[AttemptKey] = []
@@ -54,6 +57,8 @@ class Handoff:
         self._epoch, self._layout = epoch, layout
         self._regions = regions
         self._max_prompt_tokens, self._vocab_size = max_prompt_tokens, vocab_size
+        self._layerwise, self._finish_limit_s = layerwise, finish_limit_s
+        self._rank, self._ranks = rank, ranks
 
     # messages
 
@@ -124,9 +129,7 @@ class Handoff:
         for sender in list(self.senders.values()):
             if request in ("", sender.spec.request) and SenderEvent.STOP in SENDER.rows[sender.state]:
                 self.counts.stopped += 1
-                why, key = "stopped by an operator", sender.key
-                sender.given_up = m.GivenUp(self._epoch, key.decode_epoch, key.room, key.ticket, why, "aborted")
-                effects += self._fail(sender, SenderEvent.STOP, why, "aborted", True, now_s)
+                effects += self._fail(sender, SenderEvent.STOP, "stopped by an operator", "aborted", True, now_s)
         return effects
 
     # forwards
@@ -149,10 +152,16 @@ class Handoff:
                 break
         self._forward = pack(ready, budget_tokens, self._layout.page_size, max_pieces)
         for piece in self._forward:
-            self._event(self.senders[piece.key], SenderEvent.START)
-            self.queue.remove(piece.key)
+            sender = self.senders[piece.key]
+            self._event(sender, SenderEvent.START)
             if piece.start == 0:
-                self.senders[piece.key].started_s = now_s
+                sender.started_s = now_s
+                sender.layerwise = self._layerwise and one_destination([not sender.peer.gone])
+                self.counts.whole_sends += not sender.layerwise
+            if sender.layerwise:
+                runs = self._runs(sender, piece.start, piece.start + piece.length)
+                if len(runs.src):  # else this rank owns none of the chunk's pages (S11)
+                    effects.append(Stream(sender.peer.sender, piece.key, piece.start, sender.peer.pairing, runs))
         return self._forward, effects
 
     def computed(self, samples: Sequence[tuple[int, float] | None], now_s: float) -> list[Effect]:
@@ -166,17 +175,14 @@ class Handoff:
             sender.done += piece.length
             self.counts.tokens += piece.length
             if sample is None:
-                effects += self._event(sender, SenderEvent.CHUNK)
-                if sender.state is SenderState.QUEUED:
+                effects += self._event(sender, SenderEvent.CHUNK, piece=piece)
+                if sender.state is SenderState.PARTIAL:
                     unfinished.append(piece.key)
                 continue
-            sender.computed_s = now_s
-            try:
-                write = self._write(sender, sample)
-            except HandoffError as error:
-                effects += self._fail(sender, SenderEvent.COMPUTE_FAILED, error.message, error.code, False, now_s)
-            else:
-                effects += self._event(sender, SenderEvent.COMPUTED, write=write)
+            sender.computed_s, sender.finish_by_s = now_s, now_s + self._finish_limit_s
+            assert sender.slot is not None
+            self.slots.rows[sender.slot] = meta_row(piece.key.room, piece.key.ticket, *sample)[0]
+            effects += self._event(sender, SenderEvent.COMPUTED, piece=piece)
         self.queue[:0] = unfinished
         return effects
 
@@ -207,8 +213,9 @@ class Handoff:
             exposed_s=m.duration_s(sender.computed_s, now_s),
             write_s=write_s,
         )
-        positions = np.arange(self._layout.pages_for(len(sender.tokens)))
-        part = coverage(RANK, positions, self._regions, digest, write_s)
+        assert sender.pages is not None
+        _, positions = owned(sender.pages, 0, self._rank, self._ranks)
+        part = coverage(self._rank, positions, self._regions, digest, write_s)
         sender.result = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], timings)
         sender.next_repeat_s = now_s + REPEAT_S
         self.counts.bytes_sent += sent_bytes
@@ -235,6 +242,9 @@ class Handoff:
         """Call a few times a second: silent peers, results to repeat, heartbeats, workers to close."""
         effects = self._lose(self.peers.tick(now_s))
         for sender in list(self.senders.values()):
+            if sender.layerwise and sender.state is SenderState.WRITING and now_s >= sender.finish_by_s:
+                why = f"the rest had not landed {self._finish_limit_s:g} s after the forward"
+                effects += self._fail(sender, SenderEvent.STOP, why, "transfer_timeout", True, now_s)
             if SenderEvent.REPEAT in SENDER.rows[sender.state] and now_s >= sender.next_repeat_s:
                 sender.next_repeat_s = now_s + REPEAT_S
                 effects += self._event(sender, SenderEvent.REPEAT)
@@ -248,7 +258,7 @@ class Handoff:
         """Pages, rows, queue and senders explain each other. Raises IntegrityError."""
         self.pages.check_integrity([s.pages for s in self.senders.values() if s.pages is not None])
         self.slots.check_integrity({s.slot for s in self.senders.values() if s.slot is not None})
-        queued = {k for k, s in self.senders.items() if s.state is SenderState.QUEUED}
+        queued = {k for k, s in self.senders.items() if s.state in WAITING}
         if queued != set(self.queue) or len(queued) != len(self.queue):
             raise IntegrityError(f"queue holds {self.queue}, senders in state queued are {sorted(queued)}")
         open_ = sum(s.state is not SenderState.ANNOUNCED for s in self.senders.values())
@@ -260,9 +270,11 @@ class Handoff:
 
     # carrying out instructions
 
-    def _event(self, sender: Sender, event: SenderEvent, *, write: Write | None = None) -> list[Effect]:
+    def _event(self, sender: Sender, event: SenderEvent, *, piece: Piece | None = None) -> list[Effect]:
         before = sender.state
         sender.state, todo = SENDER.step(before, event)
+        if before in WAITING and sender.state not in WAITING and sender.key in self.queue:
+            self.queue.remove(sender.key)
         if before is not SenderState.ANNOUNCED and sender.state in (SenderState.ANNOUNCED, SenderState.RELEASED):
             finished = "finished" if isinstance(sender.result, m.Completed) else "failed"
             self.counts.ended["aborted" if sender.state is SenderState.RELEASED else finished] += 1
@@ -271,9 +283,21 @@ class Handoff:
             match do:
                 case Do.FREE:
                     self._free(sender)
+                case Do.SWEEP:
+                    assert piece is not None
+                    if sender.layerwise:
+                        effects.append(Sweep(sender.peer.sender, sender.key, piece.start))
                 case Do.WRITE:
-                    assert write is not None
-                    effects.append(write)
+                    assert piece is not None
+                    effects.append(self._write(sender, piece))
+                case Do.HALT:
+                    if sender.layerwise:
+                        effects.append(Halt(sender.key))
+                case Do.DROP:
+                    if sender.layerwise:
+                        effects += [Halt(sender.key), Drop(sender.peer.sender, sender.key)]
+                    else:  # nothing of it was ever submitted
+                        effects += self._event(sender, SenderEvent.WRITTEN)
                 case Do.DRAIN:
                     effects.append(Drain(sender.peer.sender, sender.key))
                 case Do.SEND_RESULT:
@@ -290,22 +314,31 @@ class Handoff:
                     raise AssertionError(do)
         if sender.state is SenderState.RELEASED:
             sender.peer.retired.add(sender.key.ticket)
-            del self.senders[sender.key]
+            self.senders.pop(sender.key, None)
         return effects
 
-    def _write(self, sender: Sender, sample: tuple[int, float]) -> Write:
+    def _runs(self, sender: Sender, start: int, end: int) -> Runs:
+        """S7, S9: the pages of tokens ``start`` … ``end`` - 1, of which the first begins a page, and where they go."""
+        assert sender.pages is not None
+        first = start // self._layout.page_size
+        chunk = sender.pages[first : self._layout.pages_for(end)]
+        source, positions = owned(chunk, first, self._rank, self._ranks)
+        destination = destinations(sender.destination, sender.spec.dst_first_position, positions)
+        check_page_count(sender.key.room, self._rank, source, destination)
+        return runs_of(source, destination)
+
+    def _write(self, sender: Sender, piece: Piece) -> Write | Finish:
+        """S25: what went by layer is finished, the rest is sent whole; the metadata row comes last in both."""
         assert sender.pages is not None
         assert sender.slot is not None
-        key = sender.key
-        self.slots.rows[sender.slot] = meta_row(key.room, key.ticket, *sample)[0]
-        source, positions = owned(sender.pages, 0, RANK, RANKS)
-        spec = sender.spec
-        destination = destinations(sender.destination, spec.dst_first_position, positions)
-        check_page_count(key.room, RANK, source, destination)
-        kv = sender.peer.pairing.blocks(runs_of(source, destination))
-        row = sender.peer.rows.blocks(one_item(sender.slot, spec.slot))
-        digest = Digest(source, positions, len(sender.tokens)) if spec.digest else None
-        return Write(sender.peer.sender, key, [kv, row], digest)
+        peer, spec, tokens = sender.peer, sender.spec, len(sender.tokens)
+        row = peer.rows.blocks(one_item(sender.slot, spec.slot))
+        source, positions = owned(sender.pages, 0, self._rank, self._ranks)
+        digest = Digest(source, positions, tokens) if spec.digest else None
+        if sender.layerwise:
+            return Finish(peer.sender, sender.key, piece.start, row, digest)
+        kv = peer.pairing.blocks(self._runs(sender, 0, tokens))
+        return Write(peer.sender, sender.key, [kv, row], digest)
 
     def _reserve(self, sender: Sender) -> bool:
         if sender.pages is not None:
@@ -319,8 +352,6 @@ class Handoff:
         return True
 
     def _free(self, sender: Sender) -> None:
-        if sender.key in self.queue:
-            self.queue.remove(sender.key)
         if sender.pages is not None:
             self.pages.release(sender.pages)
         if sender.slot is not None:
@@ -331,6 +362,8 @@ class Handoff:
         self, sender: Sender, event: SenderEvent, reason: str, code: str, retryable: bool, now_s: float
     ) -> list[Effect]:
         sender.result = self._failed(sender, reason, code, retryable)
+        key = sender.key
+        sender.given_up = m.GivenUp(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable)
         sender.next_repeat_s = now_s + REPEAT_S
         return self._event(sender, event)
 

@@ -20,6 +20,8 @@ class Sender:
     destination: m.Int32s
     arrived_s: float
     deadline_s: float
+    layerwise: bool = False
+    """Its chunks go layer by layer; decided with the first."""
     state: SenderState = SenderState.QUEUED
     done: int = 0
     pages: Pages | None = None
@@ -29,6 +31,8 @@ class Sender:
     result: m.Completed | m.Failed | None = None
     given_up: m.GivenUp | None = None
     next_repeat_s: float = 0.0
+    finish_by_s: float = float("inf")
+    """When the rest has to have landed (S24)."""
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Counts:
     ended: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "aborted": 0})
     transfer_failures: int = 0
     refused_messages: int = 0
+    whole_sends: int = 0
     stopped: int = 0
     """By an operator."""
     tokens: int = 0

@@ -62,6 +62,11 @@ class ServiceConfig:
 class PrefillConfig(ServiceConfig):
     port: int = _option(8100, "HTTP port; 0: any free one", high=MAX_PORT)
     control_port: int = _option(8998, "ZeroMQ port that decode services connect to; 0: any free one", high=MAX_PORT)
+    layerwise: bool = _option(True, "send a prompt's layers while later ones are computed; off: all after the forward")
+    transfer_layer_group: int = _option(8, "layers that are sent together", low=1)
+    transfer_limit_s: float = _option(
+        20.0, "a prompt that goes by layer and has not landed so long after its last forward has failed", low=0.001
+    )
 
 
 @dataclass(frozen=True)
@@ -142,11 +147,15 @@ def _read_flags(cls: type[ServiceConfig], service: Service, argv: Sequence[str])
     for field in dataclasses.fields(cls):
         repeated = types[field.name] == tuple[str, ...]
         shown = "none" if field.default in ("", ()) else field.default
+        help_text = f"{field.metadata['help']} (default: {shown})"
+        if types[field.name] is bool:
+            parser.add_argument(flag_name(field.name), action=argparse.BooleanOptionalAction, help=help_text)
+            continue
         parser.add_argument(
             flag_name(field.name),
             action="append" if repeated else "store",
             metavar="HOST:PORT" if repeated else types[field.name].__name__.upper(),
-            help=f"{field.metadata['help']} (default: {shown})",
+            help=help_text,
         )
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -212,7 +221,13 @@ def _nearest(name: str, legal: Collection[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-_EXPECTED = {str: "a string", int: "a whole number", float: "a number", tuple[str, ...]: "a list of strings"}
+_EXPECTED = {
+    bool: "true or false",
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    tuple[str, ...]: "a list of strings",
+}
 
 
 def _convert(wanted: Any, item: _Given) -> Any:

@@ -170,3 +170,34 @@ def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
 def test_prefill_has_no_flag_that_only_decode_knows() -> None:
     with pytest.raises(ConfigError, match="unknown argument --prefill"):
         prefill("--prefill", "a:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "layerwise", "group"),
+    [
+        ([], {}, True, 8),
+        (["--no-layerwise"], {}, False, 8),
+        (["--layerwise", "--transfer-layer-group", "3"], {"HANDOFF_LAYERWISE": "false"}, True, 3),
+        ([], {"HANDOFF_LAYERWISE": "0", "HANDOFF_TRANSFER_LAYER_GROUP": "79"}, False, 79),
+    ],
+)
+def test_s27_layerwise_and_its_group_are_separate_switches(
+    flags: list[str], environ: dict[str, str], layerwise: bool, group: int
+) -> None:
+    config = load(PrefillConfig, "prefill", flags, environ)
+    assert (config.layerwise, config.transfer_layer_group) == (layerwise, group)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        (["--transfer-layer-group", "0"], {}, "--transfer-layer-group: expected at least 1, got 0"),
+        ([], {"HANDOFF_LAYERWISE": "perhaps"}, "HANDOFF_LAYERWISE: expected true or false, got 'perhaps'"),
+        (["--transfer-limit-s", "0"], {}, "--transfer-limit-s: expected at least 0.001, got 0"),
+    ],
+)
+def test_s27_a_switch_that_cannot_be_is_refused_at_the_start(
+    flags: list[str], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(PrefillConfig, "prefill", flags, environ)

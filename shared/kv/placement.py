@@ -37,6 +37,15 @@ def owned(pages: Pages, chunk_page_start: int, rank: int, ranks: int) -> tuple[P
     return (pages[mine] // ranks).astype(np.int32), mine + chunk_page_start
 
 
+def share(pages: Pages, rank: int, ranks: int) -> tuple[Pages, Positions]:
+    """S6: where every rank holds all of a request's pages ``[pages]``, → (those that ``rank`` sends, their positions):
+    ranges of the positions, the first ``len mod ranks`` of them one longer. The pages' values play no part."""
+    size, longer = divmod(len(pages), ranks)
+    first = rank * size + min(rank, longer)
+    end = first + size + (rank < longer)
+    return pages[first:end], np.arange(first, end)
+
+
 class SendRange(NamedTuple):
     """Tokens ``start`` … ``end`` are sent now; the next range starts at ``end``."""
 

@@ -1,5 +1,7 @@
 """The tensors behind the pages: one per buffer of the layout, allocated once and never moved."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,6 +17,7 @@ class KVPool:
     def __init__(self, layout: Layout, num_pages: int, device: str) -> None:
         self.layout = layout
         self.num_pages = num_pages
+        self._device = torch.device(device)
         self._tensors = {
             (buffer.component, buffer.layer): torch.zeros(
                 (num_pages, layout.page_size, *buffer.row_shape), dtype=getattr(torch, buffer.dtype), device=device
@@ -33,6 +36,14 @@ class KVPool:
         content: npt.NDArray[np.uint8] = picked.flatten(1).view(torch.uint8).numpy()
         return content
 
+    def record(self) -> Callable[[], None]:
+        """A wait for what this thread has had the device do so far. On a CPU that is done when the call returns."""
+        if self._device.type != "cuda":
+            return _done
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
     def regions(self) -> list[Region]:
         """What the transfer engine registers and the peer is told, in the layout's order."""
         return [
@@ -45,3 +56,7 @@ class KVPool:
             )
             for b in self.layout.buffers
         ]
+
+
+def _done() -> None:
+    pass

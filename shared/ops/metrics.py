@@ -102,6 +102,8 @@ TABLE = (
     Metric("handoff_commit_seconds", "histogram", None, "front", "Prefill asked to hand-over committed"),
     Metric("handoff_transfer_size_bytes", "histogram", "engine", "front", "Bytes of one hand-over"),
     Metric("handoff_goodput_bytes_per_second", "histogram", "engine", "front", "Bytes of one hand-over, by its writes"),
+    Metric("handoff_layer_submits_total", "counter", "engine", None, "Layer groups given to the sending workers"),
+    Metric("handoff_whole_sends_total", "counter", "engine", None, "Attempts sent whole, after their last forward"),
     Metric("handoff_stopped_total", "counter", "engine", None, "Attempts stopped by an operator"),
     Metric("handoff_leases", "gauge", None, "engine", "Attempts whose landing pages are not back yet"),
     Metric("handoff_tasks", "gauge", "engine", "engine", "Tasks of the engine's loop"),

@@ -10,8 +10,9 @@ Rules that the tables encode; the tests name them, the random walk tries to brea
    this side's socket buffers.
 3. A lease and the request that it was made for part when an attempt fails: the request may go on with a fresh lease
    while the old one waits for its proof. Or without one: decode may compute a prompt itself, in pages of its own.
-4. A sender (prefill) frees its pages only when neither a forward nor a transfer touches them. A failed write has not
-   stopped: DRAIN comes first (the engine's -1 is no proof).
+4. A sender (prefill) frees its pages only when neither a forward nor a transfer touches them. Layers are written while
+   later ones compute, so what ends before its metadata row is DROPped first: nothing more is submitted, what was is
+   waited for. A failed write has not stopped: DRAIN comes first (the engine's -1 is no proof).
 5. Every attempt that prefill has accepted ends in Completed, Failed or AbortAck, each of them sent only after the
    last byte. Completed and Failed are repeated until Ack; decode repeats Abort until any of the three answers. GivenUp
    only says that no result will come, so that nobody waits for it; it frees nothing.
@@ -40,7 +41,10 @@ class Do(Enum):
     FREE = "free pages and slot"
     FREE_SLOT = "free slot"
     PREBUILD = "run the prebuilt step"
-    WRITE = "write pages, then the metadata row"
+    WRITE = "write what is left, then the metadata row"
+    SWEEP = "write the chunk's layers that are left"
+    HALT = "write no more"
+    DROP = "wait for what is being written"
     DRAIN = "retire the sending engine"
     END = "end the client's request"
 
@@ -95,8 +99,9 @@ class LeaseEvent(Enum):
 class SenderState(Enum):
     """prefill: what one attempt's pages are in use for."""
 
-    QUEUED = "queued"  # for a forward; a chunked prompt comes back here between its chunks
-    COMPUTING = "computing"  # in the forward that runs now
+    QUEUED = "queued"  # for its first forward: nothing of it was written
+    COMPUTING = "computing"  # in the forward that runs now, its finished layers perhaps being written
+    PARTIAL = "partial"  # between two chunks, the earlier ones perhaps being written
     WRITING = "writing"
     DRAINING = "draining"  # a write failed; will end in Failed
     FAILING = "failing"  # stopped on this side with a forward or a transfer still running; will end in Failed
@@ -110,11 +115,11 @@ class SenderEvent(Enum):
     CHUNK = "chunk computed, more to come"
     COMPUTED = "last chunk computed"
     COMPUTE_FAILED = "forward failed"
-    WRITTEN = "all bytes landed"
+    WRITTEN = "all that was sent has landed"
     WRITE_FAILED = "transfer failed"
     DRAINED = "sending engine retired"
     REFUSE = "cannot be served"
-    STOP = "stopped by the operator"
+    STOP = "stopped by the operator, or too late"
     ABORT = "abort, or decode is lost"
     ACK = "acknowledged"
     REPEAT = "result timer"
@@ -231,35 +236,41 @@ SENDER: Table[SenderState, SenderEvent] = Table(
             _SE.ABORT: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),
         },
         _S.COMPUTING: {
-            _SE.CHUNK: (_S.QUEUED, ()),
+            _SE.CHUNK: (_S.PARTIAL, (Do.SWEEP,)),
             _SE.COMPUTED: (_S.WRITING, (Do.WRITE,)),
-            _SE.COMPUTE_FAILED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
-            _SE.STOP: (_S.FAILING, (Do.SEND_GIVEN_UP,)),
-            _SE.ABORT: (_S.ABORTING, ()),
+            _SE.COMPUTE_FAILED: (_S.FAILING, (Do.DROP,)),
+            _SE.STOP: (_S.FAILING, (Do.HALT, Do.SEND_GIVEN_UP)),
+            _SE.ABORT: (_S.ABORTING, (Do.HALT,)),
+        },
+        _S.PARTIAL: {
+            _SE.START: (_S.COMPUTING, ()),
+            _SE.REFUSE: (_S.FAILING, (Do.SEND_GIVEN_UP, Do.DROP)),
+            _SE.STOP: (_S.FAILING, (Do.SEND_GIVEN_UP, Do.DROP)),
+            _SE.ABORT: (_S.ABORTING, (Do.DROP,)),
         },
         _S.WRITING: {
             _SE.WRITTEN: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
             _SE.WRITE_FAILED: (_S.DRAINING, (Do.DRAIN,)),
-            _SE.STOP: (_S.FAILING, (Do.SEND_GIVEN_UP,)),
-            _SE.ABORT: (_S.ABORTING, ()),
+            _SE.STOP: (_S.FAILING, (Do.HALT, Do.SEND_GIVEN_UP)),
+            _SE.ABORT: (_S.ABORTING, (Do.HALT,)),
         },
         _S.DRAINING: {
             _SE.DRAINED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
             _SE.ABORT: (_S.ABORTING, ()),
         },
         _S.FAILING: {
-            _SE.CHUNK: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
-            _SE.COMPUTED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
-            _SE.COMPUTE_FAILED: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
+            _SE.CHUNK: (_S.FAILING, (Do.DROP,)),
+            _SE.COMPUTED: (_S.FAILING, (Do.DROP,)),
+            _SE.COMPUTE_FAILED: (_S.FAILING, (Do.DROP,)),
             _SE.WRITTEN: (_S.ANNOUNCED, (Do.FREE, Do.SEND_RESULT)),
             _SE.WRITE_FAILED: (_S.DRAINING, (Do.DRAIN,)),
             _SE.REPEAT: (_S.FAILING, (Do.SEND_GIVEN_UP,)),
             _SE.ABORT: (_S.ABORTING, ()),
         },
         _S.ABORTING: {
-            _SE.CHUNK: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),
-            _SE.COMPUTED: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),
-            _SE.COMPUTE_FAILED: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),
+            _SE.CHUNK: (_S.ABORTING, (Do.DROP,)),
+            _SE.COMPUTED: (_S.ABORTING, (Do.DROP,)),
+            _SE.COMPUTE_FAILED: (_S.ABORTING, (Do.DROP,)),
             _SE.WRITTEN: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),
             _SE.WRITE_FAILED: (_S.ABORTING, (Do.DRAIN,)),
             _SE.DRAINED: (_S.RELEASED, (Do.FREE, Do.SEND_ABORT_ACK)),

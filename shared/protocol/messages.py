@@ -212,6 +212,7 @@ class GivenUp(Message, frozen=True):
     ticket: Ticket
     reason: str
     code: str
+    retryable: bool
 
 
 class AbortAck(Message, frozen=True):

@@ -64,12 +64,12 @@ class Pairing:
     src_items: int
     dst_items: int
 
-    def blocks(self, runs: Runs, first: int = 0, end: int | None = None) -> Blocks:
-        """S13: the runs on regions ``first`` … ``end`` - 1, one after the other: ``[regions · runs]`` blocks. Raises
+    def blocks(self, runs: Runs, regions: slice | npt.NDArray[np.intp] = slice(None)) -> Blocks:
+        """S13: the runs on these regions, one region after the other: ``[regions · runs]`` blocks. Raises
         DestinationRefused where a run leaves a region."""
         _check_bounds("source", self.src_items, runs.src, runs.length)
         _check_bounds("destination", self.dst_items, runs.dst, runs.length)
-        bases = self.bases[first:end]
+        bases = self.bases[regions]
         item = bases[:, 2:]
         return Blocks(
             (bases[:, :1] + runs.src * item).ravel(),

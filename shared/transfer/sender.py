@@ -15,6 +15,7 @@ from typing import Any
 
 from shared.errors import HandoffError, TransferFailed
 from shared.transfer.engine import Blocks, TransferEngine
+from shared.transfer.layers import Context, Outgoing, Work, at_once
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class PeerSender:
     ) -> None:
         self._make_engine, self._sources, self._session, self._name = make_engine, sources, session, name
         self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = SimpleQueue()
         self._engine: TransferEngine | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"send-{name}", daemon=True)
@@ -48,6 +49,18 @@ class PeerSender:
         """Write each batch after the one before has landed, then compute ``digest``. The future raises TransferFailed
         or ValueError."""
         return self._put(lambda: self._send(batches, digest))
+
+    def post(self, work: Work) -> None:
+        """Have something done, without an answer, after all that was asked for before. From any thread; ``work`` must
+        not raise. Once closed: nothing."""
+        self._jobs.put((lambda: work(self._open, self._session), None))
+
+    def settle(
+        self, outgoing: Outgoing, context: Context | None, row: Blocks | None, digest: Callable[[], int] | None
+    ) -> "asyncio.Future[SendResult]":
+        """The end of what went by layer: what the last ``context`` has left, then, when all of it has landed, the
+        metadata row. Without a row, only the wait. The future raises as ``send``'s."""
+        return self._put(lambda: self._settle(outgoing, context, row, digest))
 
     def drain(self) -> "asyncio.Future[None]":
         """Done when nothing that was sent before can still move; the next ``send`` makes a fresh engine."""
@@ -79,19 +92,37 @@ class PeerSender:
             except Exception as error:
                 log.exception("sender %s: a job failed on a defect", self._name)
                 failure = TransferFailed(f"{type(error).__name__}: {error}")
+            if future is None:
+                continue
             try:
-                self._loop.call_soon_threadsafe(_settle, future, result, failure)
+                self._loop.call_soon_threadsafe(_resolve, future, result, failure)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
     def _send(self, batches: Sequence[Blocks], digest: Callable[[], int] | None) -> SendResult:
-        if self._engine is None:
-            self._engine = open_engine(self._make_engine, self._sources)
+        engine = self._open()
         started_s = time.monotonic()
         for blocks in batches:
-            self._engine.wait(self._engine.submit(self._session, blocks))
+            engine.wait(engine.submit(self._session, blocks))
         write_s = time.monotonic() - started_s
         return SendResult(sum(b.total_bytes for b in batches), write_s, digest() if digest is not None else None)
+
+    def _settle(
+        self, outgoing: Outgoing, context: Context | None, row: Blocks | None, digest: Callable[[], int] | None
+    ) -> SendResult:
+        if context is not None:
+            context.sweep(at_once, self._open, self._session)
+        outgoing.settle(self._open)
+        if row is not None:
+            outgoing.submit(self._open, self._session, row)
+            outgoing.settle(self._open)
+        write_s = time.monotonic() - outgoing.first_s if outgoing.first_s else 0.0
+        return SendResult(outgoing.sent_bytes, write_s, digest() if digest is not None else None)
+
+    def _open(self) -> TransferEngine:
+        if self._engine is None:
+            self._engine = open_engine(self._make_engine, self._sources)
+        return self._engine
 
     def _retire(self) -> None:
         if self._engine is not None:
@@ -111,7 +142,7 @@ def open_engine(make: Callable[[], TransferEngine], memory: Sequence[tuple[int, 
     return engine
 
 
-def _settle(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:
+def _resolve(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:
     if future.cancelled():
         return
     if failure is not None:

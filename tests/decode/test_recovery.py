@@ -80,7 +80,7 @@ def test_a_missing_digest_is_no_proof() -> None:
 def test_a5_what_prefill_gives_up_ends_its_request_at_once_and_its_pages_wait() -> None:
     rig = Rig(P0, P1)
     rig.submit("r")
-    given_up = m.GivenUp(P0, ME, Room(1), Ticket(1), "stopped by an operator", "aborted")
+    given_up = m.GivenUp(P0, ME, Room(1), Ticket(1), "stopped by an operator", "aborted", retryable=True)
     effects = rig.take(given_up)
     assert endings(effects) == [("failed", "aborted")]  # not tried elsewhere: the operator meant it
     assert len(messages(effects, m.Abort)) == 1

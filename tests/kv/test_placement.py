@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.kv.placement import Pages, capacity_pages, destinations, owned, owner, physical_slot, send_range
+from shared.kv.placement import Pages, capacity_pages, destinations, owned, owner, physical_slot, send_range, share
 
 
 def ids(*values: int) -> Pages:
@@ -102,3 +102,21 @@ def test_s11_a_final_chunk_without_pages_of_this_rank_is_empty_and_legal() -> No
     pages, positions = owned(ids(4, 9, 12), 0, 2, 4)
     assert (pages.size, positions.size) == (0, 0)
     assert destinations(ids(7, 8, 9), 0, positions).size == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "ranks", "expected"),
+    [
+        (list(range(7)), 3, [[0, 1, 2], [3, 4], [5, 6]]),
+        ([5, 9, 20], 3, [[5], [9], [20]]),
+        (list(range(100, 106)), 3, [[100, 101], [102, 103], [104, 105]]),
+        ([4], 3, [[4], [], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_s6_ranks_that_all_hold_everything_share_by_position(
+    pages: list[int], ranks: int, expected: list[list[int]]
+) -> None:
+    parts = [share(np.array(pages, np.int32), rank, ranks) for rank in range(ranks)]
+    assert [part.tolist() for part, _ in parts] == expected
+    assert [p for _, positions in parts for p in positions.tolist()] == list(range(len(pages)))

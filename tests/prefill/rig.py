@@ -34,7 +34,7 @@ def register(epoch: Epoch = DECODE, registration: int = 1, **changed: str) -> m.
 class Rig:
     """One prefill engine's decisions, with one decode registered."""
 
-    def __init__(self, num_pages: int = 12) -> None:
+    def __init__(self, num_pages: int = 12, *, layerwise: bool = False, rank: int = 0, ranks: int = 1) -> None:
         self.now_s = 100.0
         self.pages = PageAllocator(num_pages)
         peers = DecodePeers(
@@ -55,6 +55,9 @@ class Rig:
             peers=peers,
             max_prompt_tokens=40,
             vocab_size=100,
+            layerwise=layerwise,
+            rank=rank,
+            ranks=ranks,
         )
         self.registered = self.take(register())
 

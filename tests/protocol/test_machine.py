@@ -58,6 +58,15 @@ def test_s31_giving_up_frees_nothing() -> None:
             assert not {Do.SEND_GIVEN_UP, Do.FREE} <= set(todo)
 
 
+def test_s19_what_ends_before_its_row_waits_for_the_layers_under_way() -> None:
+    """No way out of a forward, or of the pause between two, frees anything by itself."""
+    for state in (SenderState.COMPUTING, SenderState.PARTIAL):
+        assert not any(Do.FREE in todo for _, todo in SENDER.rows[state].values())
+    for state in (SenderState.FAILING, SenderState.ABORTING):
+        for event in (SenderEvent.CHUNK, SenderEvent.COMPUTED, SenderEvent.COMPUTE_FAILED):
+            assert SENDER.rows[state][event] == (state, (Do.DROP,))
+
+
 def test_a_failed_write_is_drained_before_its_pages_are_freed() -> None:
     for row in SENDER.rows.values():
         if SenderEvent.WRITE_FAILED in row:
@@ -67,10 +76,10 @@ def test_a_failed_write_is_drained_before_its_pages_are_freed() -> None:
 
 
 def test_s31_abort_is_answered_only_when_nothing_runs() -> None:
-    busy = {SenderState.COMPUTING, SenderState.WRITING, SenderState.DRAINING, SenderState.FAILING, SenderState.ABORTING}
-    for state in busy:
+    for state in set(SenderState) - {SenderState.QUEUED, SenderState.ANNOUNCED, SenderState.RELEASED}:
         after, todo = SENDER.step(state, SenderEvent.ABORT)
-        assert (after, todo) == (SenderState.ABORTING, ())
+        assert after is SenderState.ABORTING
+        assert not {Do.FREE, Do.SEND_ABORT_ACK} & set(todo)
     for state in (SenderState.QUEUED, SenderState.ANNOUNCED):
         assert Do.SEND_ABORT_ACK in SENDER.step(state, SenderEvent.ABORT)[1]
 

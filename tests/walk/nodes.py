@@ -69,21 +69,29 @@ class Pool:
 
 @dataclass
 class Job:
-    """One Write that a sending worker carries out: its blocks land one by one; ``failed`` ones may still land."""
+    """What goes to one session for one attempt: its blocks land one by one, and more may be added while its layers are
+    computed. ``failed`` ones may still land."""
 
     node: "PrefillNode"
     sender: p.SenderId
     key: AttemptKey
     session: str
-    batches: list[Blocks]
-    digest: p.Digest | None
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    """(source, destination, bytes)"""
+    complete: bool = False
+    """The node waits for its end, and adds no more."""
+    digest: p.Digest | None = None
+    halted: bool = False
     landed: int = 0
     reported: bool = False
+    broken: bool = False
+    """The engine that a part of it went through was retired for another's sake."""
     drained: bool = False
     """Its sending engine is retired; what was under way may still lie in the receiver's socket buffers."""
 
-    def blocks(self) -> list[tuple[int, int, int]]:
-        return [(int(b.src[i]), int(b.dst[i]), int(b.length[i])) for b in self.batches for i in range(len(b.length))]
+    def add(self, blocks: Blocks) -> None:
+        if not self.halted:
+            self.blocks += zip(blocks.src.tolist(), blocks.dst.tolist(), blocks.length.tolist(), strict=True)
 
 
 class DecodeNode:
@@ -232,11 +240,15 @@ class PrefillNode:
             peers=peers,
             max_prompt_tokens=max_prompt,
             vocab_size=VOCAB,
+            layerwise=epoch % 3 != 0,
         )
         self.codec: Codec[m.ToPrefill] = Codec(m.ToPrefill)
         self.sessions: dict[p.SenderId, str] = {}
         self.todo: list[Callable[[], None]] = []
         self.forward: list[Piece] = []
+        self.streams: list[p.Stream] = []
+        self.layer = 0
+        """Layers of the forward that are computed."""
         self.frozen = False
 
     def do(self, effects: list[p.Effect]) -> None:
@@ -249,35 +261,69 @@ class PrefillNode:
                 case p.CloseSender(sender):
                     del self.sessions[sender]
                 case p.Write(sender, key, batches, of):
-                    self.world.jobs.append(Job(self, sender, key, self.sessions[sender], batches, of))
+                    job = self._job(sender, key)
+                    for blocks in batches:
+                        job.add(blocks)
+                    job.complete, job.digest = True, of
+                case p.Stream():
+                    self.streams.append(effect)
+                case p.Sweep():
+                    pass  # in this world every layer's end is announced
+                case p.Finish(sender, key, _, row, of):
+                    job = self._job(sender, key)
+                    job.add(row)
+                    job.complete, job.digest = True, of
+                case p.Halt(key):
+                    for job in self._jobs(key):
+                        job.halted = True
+                case p.Drop(sender, key):
+                    self._job(sender, key).complete = True
                 case p.Drain(sender, key):
                     self.todo.append(lambda s=sender, k=key: self._drain(s, k))  # type: ignore[misc]
 
     def deliver(self, frames: list[bytes]) -> None:
         self.do(self.handoff.on_message(self.codec.decode(frames), self.world.now_s))
 
+    def _jobs(self, key: AttemptKey) -> list[Job]:
+        return [job for job in self.world.jobs if job.node is self and job.key == key]
+
+    def _job(self, sender: p.SenderId, key: AttemptKey) -> Job:
+        """The attempt's job, which is made when it is first needed."""
+        if not (jobs := self._jobs(key)):
+            jobs = [Job(self, sender, key, self.sessions[sender])]
+            self.world.jobs += jobs
+        return jobs[0]
+
     def start_forward(self) -> None:
+        self.streams, self.layer = [], 0
         self.forward, effects = self.handoff.next_forward(12, 4, self.world.now_s)
         self.do(effects)
 
-    def end_forward(self, ok: bool) -> None:
+    def advance_forward(self, ok: bool) -> None:
+        """One layer of it, or its end."""
+        if ok and self.layer < len(LAYOUT.buffers):
+            self._compute_layer(self.layer)
+            for stream in self.streams:
+                self._job(stream.sender, stream.key).add(stream.pairing.blocks(stream.runs, np.array([self.layer])))
+            self.layer += 1
+            return
         pieces, self.forward = self.forward, []
         if not ok:
             self.do(self.handoff.compute_failed(RuntimeError("injected"), self.world.now_s))
             return
-        samples: list[tuple[int, float] | None] = []
-        for piece in pieces:
+        samples = [(int(self.handoff.senders[x.key].spec.tokens[0]), -0.5) if x.last else None for x in pieces]
+        self.do(self.handoff.computed(samples, self.world.now_s))
+
+    def _compute_layer(self, i: int) -> None:
+        for piece in self.forward:
             sender = self.handoff.senders[piece.key]
             assert sender.pages is not None
             last_position = LAYOUT.pages_for(piece.start + piece.length)
             for position in range(piece.start // PAGE_SIZE, last_position):
-                for i, buffer in enumerate(LAYOUT.buffers):
-                    self.pool.data[i, sender.pages[position]] = tag(sender.spec.tokens, position, buffer.layer)
-            samples.append((int(sender.spec.tokens[0]), -0.5) if piece.last else None)
-        self.do(self.handoff.computed(samples, self.world.now_s))
+                self.pool.data[i, sender.pages[position]] = tag(sender.spec.tokens, position, LAYOUT.buffers[i].layer)
 
     def written(self, job: Job) -> None:
-        sent_bytes = sum(b.total_bytes for b in job.batches)
+        sent_bytes = sum(length for _, _, length in job.blocks)
         told = digest(LAYOUT, self.pool.read, *job.digest) if job.digest is not None else None
         self.do(self.handoff.written(job.key, sent_bytes, 0.01, told, self.world.now_s))
 
@@ -285,4 +331,6 @@ class PrefillNode:
         for job in self.world.jobs:
             if job.node is self and job.sender == sender and job.reported:
                 job.drained = True
+            elif job.node is self and job.sender == sender and job.blocks:
+                job.broken = True
         self.do(self.handoff.drained(key, self.world.now_s))

@@ -120,8 +120,9 @@ def missing_layer(patch: Patch) -> None:
     """One layer is not sent, and the completion claims it all the same."""
     real = plan.Pairing.blocks
 
-    def blocks(self: plan.Pairing, runs: Any, first: int = 0, end: int | None = None) -> Any:
-        return real(self, runs, first, -1 if len(self.bases) > 1 else end)
+    def blocks(self: plan.Pairing, runs: Any, regions: Any = slice(None)) -> Any:
+        wanted = np.arange(len(self.bases))[regions]
+        return real(self, runs, wanted[wanted < 2] if len(self.bases) > 1 else wanted)
 
     patch.setattr(plan.Pairing, "blocks", blocks)
 
@@ -277,7 +278,7 @@ def given_up_counts_as_stopped(patch: Patch) -> None:
     def on_answer(self: Intake, message: Any, now_s: float) -> Any:
         if isinstance(message, m.GivenUp):
             stamps = message.epoch, message.to_epoch, message.room, message.ticket
-            message = m.Failed(*stamps, message.reason, message.code, retryable=True, clean=True)
+            message = m.Failed(*stamps, message.reason, message.code, message.retryable, clean=True)
         return real(self, message, now_s)
 
     patch.setattr(Intake, "_on_answer", on_answer)

@@ -101,19 +101,18 @@ class World:
 
     def land(self, job: Job, count: int) -> None:
         """The next ``count`` blocks of a job reach memory, if the session is still there."""
-        blocks = job.blocks()
-        for src, dst, length in blocks[job.landed : job.landed + count]:
+        for src, dst, length in job.blocks[job.landed : job.landed + count]:
             if job.session in self.live_sessions:
                 target = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(dst))
                 source = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(src))
                 target[:] = source
-        job.landed = min(len(blocks), job.landed + count)
+        job.landed = min(len(job.blocks), job.landed + count)
 
     def finish_job(self, job: Job, ok: bool) -> None:
         """Report to its node: success lands everything first; failure leaves the rest to land later, or never, until
         the receiver retires the session."""
         if ok and job.session in self.live_sessions:
-            self.land(job, len(job.blocks()))
+            self.land(job, len(job.blocks))
             self.jobs.remove(job)
             job.node.written(job)
         else:
@@ -128,7 +127,7 @@ class World:
         for job in self.jobs:
             if self.live_sessions.get(job.session) is not node:
                 continue
-            for _, dst, length in job.blocks()[job.landed :]:
+            for _, dst, length in job.blocks[job.landed :]:
                 for i in range(len(LAYOUT.buffers)):
                     base = node.pool.data[i].ctypes.data
                     first, last = (dst - base) // ITEM_BYTES, (dst + length - 1 - base) // ITEM_BYTES
@@ -190,7 +189,7 @@ class World:
     def _compute(self) -> None:
         node = self._pick(self.prefill_nodes())
         if node and node.forward:
-            node.end_forward(ok=not (self.faults and self.random.random() < 0.03))
+            node.advance_forward(ok=not (self.faults and self.random.random() < 0.01))
         elif node:
             node.start_forward()
 
@@ -202,19 +201,20 @@ class World:
         if dead or job.reported:
             self.land(job, self.random.randint(0, 3))
             over = dead or job.drained
-            if over and (job.landed == len(job.blocks()) or self.random.random() < 0.1):
+            if over and (job.landed == len(job.blocks) or self.random.random() < 0.1):
                 self.jobs.remove(job)
-        elif not job.node.frozen and self._first_of_sender(job):
+        elif not job.node.frozen and self._may_move(job):
             fate = self.random.random()
-            if fate < 0.5:
+            if fate < 0.5 or not job.complete:
                 self.land(job, self.random.randint(1, 3))
             else:
-                self.finish_job(job, ok=not (self.faults and fate > 0.94))
+                self.finish_job(job, ok=not job.broken and not (self.faults and fate > 0.94))
 
-    def _first_of_sender(self, job: Job) -> bool:
-        """A worker writes one attempt after the other, and nothing while its engine awaits retirement."""
+    def _may_move(self, job: Job) -> bool:
+        """A worker ends one attempt after the other, and does nothing while its engine awaits retirement."""
         mine = [j for j in self.jobs if j.node is job.node and j.sender == job.sender and not j.drained]
-        return mine[0] is job
+        waited_for = [j for j in mine if j.complete]
+        return not any(j.reported for j in mine) and (not job.complete or job is waited_for[0])
 
     def _background(self) -> None:
         nodes = [n for n in self.nodes.values() if n is not None]
