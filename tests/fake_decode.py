@@ -25,13 +25,13 @@ SLOTS = 64
 class FakeDecode:
     """``memory`` is [buffers, pages, item bytes]; all buffers of ``layout`` have items of one size."""
 
-    def __init__(self, prefill: str, layout: Layout, pages: int) -> None:
+    def __init__(self, prefill: str, layout: Layout, pages: int, host: str = "127.0.0.1") -> None:
         self.layout, self._prefill = layout, PeerAddress(f"tcp://{prefill}")
         self.memory: Bytes = np.zeros((len(layout.buffers), pages, layout.item_bytes(layout.buffers[0])), np.uint8)
         self.rows = np.zeros(SLOTS, META_ROW)
         self.epoch = new_epoch()
         self.peer_epoch = Epoch(0)
-        self._engine = MooncakeEngine("127.0.0.1")
+        self._host, self._engine = host, MooncakeEngine(host)
         self._waiting: dict[Ticket, asyncio.Future[m.Completed | m.Failed]] = {}
         self._registered: asyncio.Future[m.Registered | m.Refused]
         self._stack = AsyncExitStack()
@@ -42,7 +42,7 @@ class FakeDecode:
             self._engine.register(array.ctypes.data, array.nbytes)
         self._stack.callback(self._engine.retire)
         codec: Codec[m.ToDecode] = Codec(m.ToDecode)
-        channel = await open_channel("tcp://127.0.0.1:0", codec, self._on_message, name="control")
+        channel = await open_channel(f"tcp://{self._host}:0", codec, self._on_message, name="control")
         self._stack.push_async_callback(channel.close)
         self._outbox = Outbox(channel, lambda address: None)
         self._stack.push_async_callback(self._outbox.close)
@@ -61,17 +61,19 @@ class FakeDecode:
     ) -> None:
         await self._stack.aclose()
 
-    async def prefill(self, tokens: Sequence[int], pages: Sequence[int], slot: int) -> m.Completed:
+    async def prefill(
+        self, tokens: Sequence[int], pages: Sequence[int], slot: int, *, digest: bool = True
+    ) -> m.Completed:
         """The completion of one attempt that lands in ``pages``, acknowledged."""
         self._tickets += 1
         room, ticket = Room(self._tickets), Ticket(self._tickets)
         self._waiting[ticket] = asyncio.get_running_loop().create_future()
         message = m.Prefill(
             self.epoch, self.peer_epoch, self._address, 2, room, ticket, RequestId(str(ticket)), m.pack_int32(tokens),
-            0, m.pack_int32(pages), slot, m.Sampling(seed=1, temperature=0.0), 60_000, True,
+            0, m.pack_int32(pages), slot, m.Sampling(seed=1, temperature=0.0), 120_000, digest,
         )  # fmt: skip
         self._outbox.send(self._prefill, message)
-        answer = await asyncio.wait_for(self._waiting[ticket], 60)
+        answer = await asyncio.wait_for(self._waiting[ticket], 120)
         assert isinstance(answer, m.Completed), answer
         return answer
 

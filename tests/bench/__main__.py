@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PARTS = ("control", "goodput", "resident", "serving")
+PARTS = ("control", "goodput", "overlap", "resident", "serving")
 
 
 def machine() -> dict[str, Any]:
@@ -61,6 +61,14 @@ def main() -> None:
 
         result["goodput"] = goodput.run()
         table("Bytes between two processes (GB/s, medians)", result["goodput"])
+    if "overlap" in options.parts:
+        from tests.bench import overlap
+
+        with tempfile.TemporaryDirectory() as folder:
+            overlapped = result["overlap"] = overlap.run(options.rounds, options.threads, Path(folder))
+        table("Left to wait for after the forward, 512 tokens, by layer and whole", overlapped["links"])
+        table("The layers' callback, eight requests in a step", [overlapped["callback"]])
+        table("Owner filter, 1024 pages of 8 ranks", [overlapped["filters"]])
     if "resident" in options.parts:
         from tests.bench import resident
 
