@@ -325,7 +325,7 @@ class Handoff:
         source, positions = owned(chunk, first, self._rank, self._ranks)
         destination = destinations(sender.destination, sender.spec.dst_first_position, positions)
         check_page_count(sender.key.room, self._rank, source, destination)
-        return runs_of(source, destination)
+        return sender.peer.pairing.check(runs_of(source, destination))
 
     def _write(self, sender: Sender, piece: Piece) -> Write | Finish:
         """S25: what went by layer is finished, the rest is sent whole; the metadata row comes last in both."""

@@ -33,6 +33,8 @@ def capacity_pages(pages_per_rank: int, ranks: int) -> int:
 def owned(pages: Pages, chunk_page_start: int, rank: int, ranks: int) -> tuple[Pages, Positions]:
     """S5: a chunk's logical pages ``[pages]`` in order → (physical pages that ``rank`` owns, their absolute positions),
     same order, equal lengths, perhaps empty."""
+    if ranks == 1:
+        return pages, np.arange(chunk_page_start, chunk_page_start + len(pages))
     mine = np.flatnonzero(pages % ranks == rank)
     return (pages[mine] // ranks).astype(np.int32), mine + chunk_page_start
 

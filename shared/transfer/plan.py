@@ -13,6 +13,7 @@ from shared.transfer.engine import Blocks
 Pages = npt.NDArray[np.int32]
 
 _SHOWN = 8
+_FIRST = np.zeros(1, np.int64)
 _MAX_ADDRESS = 1 << 63
 
 
@@ -49,9 +50,10 @@ def runs_of(source: Pages, destination: Pages) -> Runs:
     if not len(source):
         empty = np.zeros(0, np.int64)
         return Runs(empty, empty, empty)
-    cuts = np.flatnonzero((np.diff(source) != 1) | (np.diff(destination) != 1)) + 1
-    starts = np.concatenate(([0], cuts))
-    length = np.diff(np.concatenate((starts, [len(source)])))
+    broken = (source[1:] - source[:-1] != 1) | (destination[1:] - destination[:-1] != 1)
+    starts = np.concatenate((_FIRST, broken.nonzero()[0] + 1))
+    length = np.empty_like(starts)
+    length[:-1], length[-1] = starts[1:] - starts[:-1], len(source) - starts[-1]
     return Runs(source[starts].astype(np.int64), destination[starts].astype(np.int64), length)
 
 
@@ -64,11 +66,18 @@ class Pairing:
     src_items: int
     dst_items: int
 
+    def check(self, runs: Runs) -> Runs:
+        """Once a chunk: the same runs. Raises DestinationRefused where one leaves a region."""
+        for side, items, first in (("source", self.src_items, runs.src), ("destination", self.dst_items, runs.dst)):
+            if len(first) and (first.min() < 0 or (first + runs.length).max() > items):
+                raise DestinationRefused(
+                    f"the {side} has items 0 … {items - 1}, asked for {first.min()} … {(first + runs.length).max() - 1}"
+                )
+        return runs
+
     def blocks(self, runs: Runs, regions: slice | npt.NDArray[np.intp] = slice(None)) -> Blocks:
-        """S13: the runs on these regions, one region after the other: ``[regions · runs]`` blocks. Raises
-        DestinationRefused where a run leaves a region."""
-        _check_bounds("source", self.src_items, runs.src, runs.length)
-        _check_bounds("destination", self.dst_items, runs.dst, runs.length)
+        """S13: the runs, which ``check`` has seen, on these regions, one region after the other: ``[regions · runs]``
+        blocks."""
         bases = self.bases[regions]
         item = bases[:, 2:]
         return Blocks(
@@ -104,19 +113,13 @@ def pair_regions(source: Sequence[Region], destination: Sequence[Region]) -> Pai
 
 def blocks_for(runs: Runs, source: Sequence[Region], destination: Sequence[Region]) -> Blocks:
     """The runs on all of these regions, once; see ``pair_regions`` and ``Pairing.blocks``."""
-    return pair_regions(source, destination).blocks(runs)
+    pairing = pair_regions(source, destination)
+    return pairing.blocks(pairing.check(runs))
 
 
 def one_item(source: int, destination: int) -> Runs:
     """A run of its own, such as a metadata row."""
     return Runs(np.array([source]), np.array([destination]), np.array([1]))
-
-
-def _check_bounds(side: str, items: int, first: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
-    if len(first) and (first.min() < 0 or (first + length).max() > items):
-        raise DestinationRefused(
-            f"the {side} has items 0 … {items - 1}, asked for {first.min()} … {(first + length).max() - 1}"
-        )
 
 
 def _check_range(side: str, region: Region) -> None:

@@ -51,12 +51,10 @@ async def _prefill(pipe: Connection) -> None:
         for effect in effects:
             if isinstance(effect, p.Send):
                 outbox.send(effect.address, effect.message)
-            elif isinstance(effect, p.Write):
-                do(
-                    handoff.written(
-                        effect.key, sum(b.total_bytes for b in effect.batches), 0.001, None, time.monotonic()
-                    )
-                )
+            elif isinstance(effect, p.Stream):
+                effect.pairing.blocks(effect.runs)  # the addresses of all layers
+            elif isinstance(effect, p.Finish):
+                do(handoff.written(effect.key, 1, 0.001, None, time.monotonic()))
 
     def on_message(message: m.ToPrefill) -> None:
         do(handoff.on_message(message, time.monotonic()))
