@@ -12,7 +12,7 @@ import numpy as np
 from decode_svc.effects import Compute, Effect, Ended, Outcome, Prebuild
 from decode_svc.failures import ABORTED, altered, failure_of, incomplete, lost, shown
 from decode_svc.leases import LeaseBook
-from decode_svc.peers import GRACE_S, Peer, PeerBook, PeerState
+from decode_svc.peers import GRACE_S, RETRY_GRACE_S, Peer, PeerBook, PeerState
 from decode_svc.records import Counts, Lease, Request
 from shared.errors import HandoffError, IntegrityError, RequestError, Unavailable
 from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
@@ -65,8 +65,9 @@ class Intake:
 
     def submit(self, spec: Generate, timeout_s: float, now_s: float) -> list[Effect]:
         """A validated request. Ends at once where no prefill peer can be hoped for."""
-        request = Request(spec, Room(self._next_room), len(spec.prompt) // 4, now_s, now_s + timeout_s)
+        request = Request(spec, Room(self._next_room), len(spec.prompt) // 4, now_s + timeout_s)
         self._next_room += 1
+        request.patient_until_s = now_s + GRACE_S
         self.requests[request.id] = request
         self.waiting.append(request)
         self.counts.started += 1
@@ -74,7 +75,7 @@ class Intake:
 
     def refuse(self, spec: Generate, error: HandoffError) -> list[Effect]:
         """A request that is not even begun; it is counted, and it has its one ending."""
-        self.requests[spec.request] = Request(spec, Room(0), len(spec.prompt) // 4, 0.0, 0.0)
+        self.requests[spec.request] = Request(spec, Room(0), len(spec.prompt) // 4, 0.0)
         self.counts.started += 1
         return self._fail(self.requests[spec.request], error, 0.0)
 
@@ -137,7 +138,7 @@ class Intake:
                     break
                 if not self._local:
                     self.waiting.popleft()
-                    effects += self._fail(request, error, now_s)
+                    effects += self._failed(request, request.lost or shown(error), now_s)
                     continue
                 request.local = True
             started = self._start(request, peer, now_s)
@@ -149,8 +150,7 @@ class Intake:
 
     def _hopeless(self, request: Request, now_s: float) -> HandoffError | None:
         """Why no peer will take this request, if none will."""
-        patience_s = request.arrived_s + GRACE_S - now_s if request.attempts == 0 else 0.0
-        if self.peers.hopeful(request.prompt_tokens, now_s, patience_s):
+        if self.peers.hopeful(request.prompt_tokens, now_s, request.patient_until_s - now_s):
             return None
         if limit := self.peers.largest_capacity_tokens():
             why = f"the prompt has {request.prompt_tokens} tokens; the largest prefill service takes {limit}"
@@ -337,17 +337,21 @@ class Intake:
         avoid = request.lease.peer if request.lease else None
         self._detach(request)
         again = error.retryable and error.code != ABORTED
-        elsewhere = request.attempts < MAX_ATTEMPTS and self.peers.hopeful(request.prompt_tokens, now_s)
+        elsewhere = request.attempts < MAX_ATTEMPTS and self.peers.hopeful(request.prompt_tokens, now_s, RETRY_GRACE_S)
         if again and (elsewhere or self._local):
             request.state, _ = REQUEST.step(request.state, RequestEvent.LOSE)
             request.avoid, request.local = avoid, not elsewhere
+            request.lost, request.patient_until_s = error, now_s + RETRY_GRACE_S
             self.waiting.appendleft(request)
             self.counts.retries += 1
             return []
-        return self._end(request, RequestEvent.FAIL, "failed", Output(request.id, [], [], error=error), now_s)
+        return self._failed(request, error, now_s)
 
     def _fail(self, request: Request, error: HandoffError, now_s: float) -> list[Effect]:
-        return self._end(request, RequestEvent.FAIL, "failed", Output(request.id, [], [], error=shown(error)), now_s)
+        return self._failed(request, shown(error), now_s)
+
+    def _failed(self, request: Request, error: EngineError, now_s: float) -> list[Effect]:
+        return self._end(request, RequestEvent.FAIL, "failed", Output(request.id, [], [], error=error), now_s)
 
     def _end(
         self, request: Request, event: RequestEvent, outcome: Outcome, output: Output | None, now_s: float

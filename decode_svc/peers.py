@@ -15,9 +15,9 @@ from shared.protocol.local import PeerStatus
 from shared.protocol.messages import Difference, Heartbeat, Refused, Region, Register, Registered
 
 HEARTBEAT_S = 0.5
-LOST_S = 4.0
+LOST_S = 3.5
 """A frozen peer is noticed within five seconds."""
-SUSPECT_S = 1.0
+SUSPECT_S = 0.75
 """Patience with a peer whose connection has just ended: if its process died, clients hear of it within two seconds."""
 SUSPICION_S = 3.0
 STALL_S = 0.75
@@ -28,6 +28,8 @@ HOPE_S = 3.0
 GRACE_S = 1.0
 """How long a new request waits for a peer that is not there: twice what a link needs to find one that is back, so that
 the first request after a restart finds it."""
+RETRY_GRACE_S = 0.5
+"""How long one waits whose attempt was lost: clients hear of a death within two seconds."""
 
 
 class PeerState(Enum):

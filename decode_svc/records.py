@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from decode_svc.effects import Outcome
 from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
 from shared.kv.pages import Pages
-from shared.protocol.local import Generate, Handover
+from shared.protocol.local import EngineError, Generate, Handover
 from shared.protocol.machine import LeaseState, RequestState
 from shared.protocol.messages import Completed
 
@@ -48,13 +48,16 @@ class Request:
     spec: Generate
     room: Room
     prompt_tokens: int
-    arrived_s: float
     deadline_s: float
     state: RequestState = RequestState.WAITING
     lease: Lease | None = None
     own_pages: Pages | None = None
     attempts: int = 0
     avoid: PeerAddress | None = None
+    patient_until_s: float = 0.0
+    """Until then a peer that is not there may still come."""
+    lost: EngineError | None = None
+    """Why its last attempt came to nothing."""
     local: bool = False
     """Decode is to compute its prompt itself."""
     handover: Handover | None = None

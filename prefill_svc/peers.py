@@ -25,7 +25,7 @@ from shared.protocol.messages import (
 from shared.transfer.plan import Pairing, pair_regions
 
 HEARTBEAT_S = 0.5
-LOST_S = 4.0
+LOST_S = 3.5
 SUSPECT_S = 1.0
 SUSPICION_S = 3.0
 """After its connection ended, a peer that is silent for ``SUSPECT_S`` within ``SUSPICION_S`` is lost."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from decode_svc.effects import Fence, OpenSession, Prebuild
-from decode_svc.peers import LOST_S, PeerState
+from decode_svc.peers import LOST_S, RETRY_GRACE_S, PeerState
 from shared.errors import Unavailable
 from shared.ids import Epoch, RequestId, Room, Ticket
 from shared.protocol import messages as m
@@ -179,7 +179,7 @@ def test_a_lost_peers_requests_end_at_once_and_its_pages_wait_for_the_fence() ->
         rig.now_s += 0.25
         ended = endings(list(rig.intake.tick(rig.now_s)))
     assert ended == [("failed", "prefill_lost")]
-    assert LOST_S <= rig.now_s - start_s <= LOST_S + 0.5
+    assert LOST_S <= rig.now_s - start_s <= LOST_S + RETRY_GRACE_S + 0.5
     assert rig.pages.quarantined_pages == 2
 
 
