@@ -28,28 +28,41 @@ from decode_svc.text import Assembler, TextCodec
 from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
 from shared.ids import RequestId
-from shared.ops.front import EngineClient, EngineFailure, RequestStream
-from shared.ops.http import abort_target, base_app, client_id, error_object, json_response, request_id
+from shared.ops.front import EngineClient, EngineFailure, Health, RequestStream
+from shared.ops.http import (
+    abort_target,
+    base_app,
+    client_id,
+    error_object,
+    json_response,
+    overload,
+    request_id,
+    verdict_response,
+)
 from shared.ops.metrics import Registry
 from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, Status
+from shared.protocol.messages import Sampling, pack_int32
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R", bound=CommonRequest)
 
+PROBE_LIMIT_S = 10.0
 LARGE_BODY_BYTES = 256 << 10
 """From here on a body is parsed on the text thread."""
 
 
 def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, registry: Registry) -> web.Application:
-    """/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. ``tokenizer``: see TextCodec."""
+    """/v1/chat/completions, /v1/completions, /v1/models, /health, /health_generate, /ready, /metrics, /abort_request.
+    ``tokenizer``: see TextCodec."""
     front = DecodeFront(config, engine, TextCodec(tokenizer), registry)
-    app = base_app(engine, registry)
+    app = base_app(engine, registry, front.objections)
     app.router.add_post("/v1/chat/completions", front.chat)
     app.router.add_post("/v1/completions", front.completion)
     app.router.add_get("/v1/models", front.models)
     app.router.add_post("/abort_request", front.abort)
+    app.router.add_get("/health_generate", front.health_generate)
     app.cleanup_ctx.append(front.text_thread)
     return app
 
@@ -143,6 +156,33 @@ class DecodeFront:
             "max_model_len": ready.info.max_model_len,
         }
         return json_response({"object": "list", "data": [card]})
+
+    def objections(self, status: Status) -> list[str]:
+        """What speaks against sending requests here (S62)."""
+        reasons = overload(status, self._config.max_waiting)
+        registered = any(peer.state == "registered" for peer in status.peers)
+        if not registered and self._config.on_prefill_loss != "local":
+            reasons.append("no prefill service is registered")
+        return reasons
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """S62: does a token still come out? With work running the next output answers, with work only waiting the
+        engine's heartbeat; only an idle engine is given a request, and nothing is queued behind a burst."""
+        info, engine = self._engine.require(), self._engine
+        alive = engine.health(engine.clock())
+        try:
+            async with asyncio.timeout(PROBE_LIMIT_S):
+                if alive.ok and engine.status is not None and engine.status.gauges.get("handoff_running_requests", 0):
+                    await engine.next_output()
+                elif alive.ok and not engine.running:
+                    sampling = Sampling(seed=0, temperature=0.0)
+                    prompt = pack_int32([info.vocab_size - 1])
+                    probe = Generate(RequestId(request_id(request)), prompt, 1, sampling, [], True)
+                    with engine.generate(probe) as stream:
+                        await anext(stream)
+        except TimeoutError:
+            return verdict_response(Health(False, [f"no token within {PROBE_LIMIT_S:g} s"]), "unhealthy")
+        return verdict_response(alive, "unhealthy")
 
     async def abort(self, request: web.Request) -> web.Response:
         return json_response({"aborted": self._engine.abort(await abort_target(request))})

@@ -6,12 +6,12 @@ from aiohttp import web
 from shared.config import PrefillConfig
 from shared.errors import Unavailable
 from shared.ops.front import EngineClient
-from shared.ops.http import abort_target, base_app, json_response
+from shared.ops.http import abort_target, base_app, json_response, overload
 from shared.ops.metrics import Registry
 
 
 def build_app(config: PrefillConfig, engine: EngineClient, registry: Registry) -> web.Application:
-    """/health, /metrics, /server_info (also as /get_server_info), /abort_request; nothing else."""
+    """/health, /ready, /metrics, /server_info (also as /get_server_info), /abort_request; nothing else."""
 
     async def server_info(_request: web.Request) -> web.Response:
         ready = engine.ready
@@ -40,7 +40,7 @@ def build_app(config: PrefillConfig, engine: EngineClient, registry: Registry) -
         engine.stop(await abort_target(request))
         return json_response({"status": "stopping"}, 202)
 
-    app = base_app(engine, registry)
+    app = base_app(engine, registry, lambda status: overload(status, config.max_waiting))
     app.router.add_post("/abort_request", abort)
     app.router.add_get("/server_info", server_info)
     app.router.add_get("/get_server_info", server_info)

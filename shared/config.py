@@ -54,6 +54,8 @@ class ServiceConfig:
     page_size: int = _option(16, "tokens in a page; must divide the chunk", low=1)
     num_pages: int = _option(0, "pages of the KV pool, padding page included; 0: enough for max_num_seqs full requests")
     chunked_prefill_size: int = _option(2048, "token budget of one prefill forward", low=1)
+    step_limit_s: float = _option(120.0, "/health turns red when one forward takes longer", low=0.001)
+    max_waiting: int = _option(256, "/ready turns red while so many requests wait; 0: never")
     log_level: str = _option("info", "debug, info, warning or error", choices=LOG_LEVELS)
     drain_s: float = _option(8.0, "seconds that running requests get after a stop signal")
 

@@ -35,6 +35,8 @@ SILENT_S = 3 * HEARTBEAT_S
 """An engine that has said nothing for so long is unhealthy. Its loop never blocks, so a busy one still speaks."""
 GIVE_UP_S = 10 * HEARTBEAT_S
 """A silent engine's requests end with an error after so long; longer than SILENT_S, since this cannot be taken back."""
+STEP_LIMIT_S = 120.0
+"""An engine that speaks but ends no forward for so long is stuck in it."""
 STALLED_S = 2 * HEARTBEAT_S
 """A front whose own tick came so late was itself stopped, and gives its engine another SILENT_S before it judges."""
 
@@ -91,7 +93,11 @@ class EngineClient:
     """
 
     def __init__(
-        self, send: Callable[[ToEngine], None], registry: Registry, clock: Callable[[], float] = time.monotonic
+        self,
+        send: Callable[[ToEngine], None],
+        registry: Registry,
+        clock: Callable[[], float] = time.monotonic,
+        step_limit_s: float = STEP_LIMIT_S,
     ) -> None:
         self.ready: Ready | None = None
         self.status: Status | None = None
@@ -103,7 +109,9 @@ class EngineClient:
         self._started = asyncio.Event()
         self._start_failure = ""
         self._death = ""
-        self._heard_s = self._ticked_s = clock()
+        self._heard_s = self._ticked_s = self._progress_s = clock()
+        self._step_limit_s = step_limit_s
+        self._next_output: asyncio.Future[None] | None = None
         self._running: dict[RequestId, RequestStream] = {}
         self._unsent_cancels: list[RequestId] = []
 
@@ -115,9 +123,13 @@ class EngineClient:
         self._heard_s = self.clock()
         match message:
             case Outputs(items=items):
+                if self._next_output is not None and not self._next_output.done():
+                    self._next_output.set_result(None)
                 for output in items:
                     self._deliver(output)
             case Status():
+                if self.status is None or not message.busy or message.steps != self.status.steps:
+                    self._progress_s = self._heard_s
                 self.status = message
                 self._registry.apply(message)
             case Ready():
@@ -205,7 +217,33 @@ class EngineClient:
         silent_s = now_s - self._heard_s
         if silent_s > SILENT_S:
             return Health(False, [f"engine silent for {silent_s:.1f} s"])
+        stuck_s = now_s - self._progress_s
+        if self.status is not None and self.status.busy and stuck_s > self._step_limit_s:
+            return Health(False, [f"no forward has ended for {stuck_s:.1f} s"])
         return Health(True, [])
+
+    def readiness(self, now_s: float, objections: Callable[[Status], list[str]]) -> Health:
+        """Should new requests come here? Alive, not draining, and nothing that ``objections`` finds in the status."""
+        alive = self.health(now_s)
+        reasons = list(alive.reasons)
+        if self.draining:
+            reasons.append("draining")
+        if alive.ok and self.status is None:
+            reasons.append("starting")
+        elif alive.ok and self.status is not None:
+            reasons += objections(self.status)
+        return Health(not reasons, reasons)
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    async def next_output(self) -> None:
+        """Wait until the engine has sent any request's output."""
+        if self._next_output is None or self._next_output.done():
+            self._next_output = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_output)
 
     # requests
 

@@ -11,8 +11,9 @@ from aiohttp import web
 
 from shared.errors import ConfigError, HandoffError, RequestError
 from shared.limited_log import RateLimitedLog
-from shared.ops.front import EngineClient
+from shared.ops.front import EngineClient, Health
 from shared.ops.metrics import ROUTES, Registry
+from shared.protocol.local import Status
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +73,28 @@ def json_response(data: object, status: int = 200, headers: dict[str, str] | Non
     )
 
 
+def verdict_response(verdict: Health, otherwise: str) -> web.Response:
+    """200 or 503, with the reasons; routers look at the status alone."""
+    body = {"status": "ok" if verdict.ok else otherwise, "reasons": verdict.reasons}
+    return json_response(body, 200 if verdict.ok else 503)
+
+
+def overload(status: Status, max_waiting: int) -> list[str]:
+    """An objection where too many requests wait."""
+    waiting = int(status.gauges.get("handoff_waiting_requests", 0))
+    return [f"overloaded: {waiting} requests wait"] if max_waiting and waiting >= max_waiting else []
+
+
 def error_response(error: HandoffError) -> web.Response:
     headers = {"Retry-After": "1"} if error.retryable else None
     return json_response(error_object(error), error.http_status, headers)
 
 
-def base_app(engine: EngineClient, registry: Registry) -> web.Application:
-    """/health and /metrics; every error in OpenAI's shape; each response counted and given an X-Request-Id."""
+def base_app(engine: EngineClient, registry: Registry, objections: Callable[[Status], list[str]]) -> web.Application:
+    """/health, /ready and /metrics; every error in OpenAI's shape; each response counted and given an X-Request-Id.
+
+    ``objections`` finds in an engine's status what speaks against new requests, besides what every service has.
+    """
 
     limited = RateLimitedLog(log, REFUSAL_LOG_S)
 
@@ -98,9 +114,10 @@ def base_app(engine: EngineClient, registry: Registry) -> web.Application:
         response.headers["X-Request-Id"] = client_id(request) or request_id(request)
 
     async def health(_request: web.Request) -> web.Response:
-        verdict = engine.health(engine.clock())
-        body = {"status": "ok" if verdict.ok else "unhealthy", "reasons": verdict.reasons}
-        return json_response(body, 200 if verdict.ok else 503)
+        return verdict_response(engine.health(engine.clock()), "unhealthy")
+
+    async def ready(_request: web.Request) -> web.Response:
+        return verdict_response(engine.readiness(engine.clock(), objections), "not ready")
 
     async def metrics(_request: web.Request) -> web.Response:
         registry.gauge("handoff_engine_up", engine.health(engine.clock()).ok)
@@ -112,6 +129,7 @@ def base_app(engine: EngineClient, registry: Registry) -> web.Application:
     app.on_response_prepare.append(name_response)
     app.cleanup_ctx.append(engine.watch)
     app.router.add_get("/health", health)
+    app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
     return app
 

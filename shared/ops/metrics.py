@@ -29,6 +29,8 @@ ROUTES = (
     "/server_info",
     "/get_server_info",
     "/abort_request",
+    "/ready",
+    "/health_generate",
     "other",
 )
 

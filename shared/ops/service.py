@@ -76,7 +76,8 @@ async def _front(
     channel: Channel[ToFront] = await open_channel(
         sockets.front, Codec[ToFront](ToFront), lambda message: client.on_message(message), name="engine"
     )
-    client = EngineClient((await channel.connect(sockets.engine)).send, registry)
+    send = (await channel.connect(sockets.engine)).send
+    client = EngineClient(send, registry, step_limit_s=config.step_limit_s)
 
     async def watch() -> None:
         end = await process.died()

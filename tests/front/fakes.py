@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -96,7 +97,7 @@ class FakeEngine:
 
     def __init__(self, clock: Callable[[], float] | None = None, side: Any = "decode") -> None:
         self.registry = Registry(side)
-        self.front = EngineClient(self.send, self.registry, *([clock] if clock else []))
+        self.front = EngineClient(self.send, self.registry, clock or time.monotonic)
         self.received: list[ToEngine] = []
         self.arrived = asyncio.Event()
         self.manual = False
