@@ -14,16 +14,14 @@ from aiohttp import web
 from decode_svc.openai import (
     COMPLETION_DEFAULT_TOKENS,
     ChatRequest,
-    ChatShape,
     CommonRequest,
     CompletionRequest,
-    CompletionShape,
     answer_length,
     check_tokens,
     generate_message,
     parse,
-    usage,
 )
+from decode_svc.shapes import ChatShape, CompletionShape, usage
 from decode_svc.text import Assembler, TextCodec
 from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
@@ -255,7 +253,7 @@ class DecodeFront:
         info = self._engine.require()
         max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), field)
         check_tokens(ids, field, info.vocab_size)
-        message = generate_message(body, RequestId(request_id(request)), ids, max_tokens, info.vocab_size)
+        message = generate_message(body, RequestId(request_id(request)), ids, max_tokens, info)
         capacity = _prefill_capacity(self._engine.status, self._config)
         if capacity and len(ids) > capacity:
             problem = f"{field}: {len(ids)} tokens; the largest prefill service takes {capacity}"

@@ -44,6 +44,7 @@ from shared.protocol.local import (
 )
 from shared.protocol.machine import RequestState
 from shared.runtime.runner import DecodeBatch, PrefillBatch
+from shared.runtime.sampler import History
 from shared.transfer.mooncake_engine import MooncakeEngine
 
 log = logging.getLogger(__name__)
@@ -260,7 +261,8 @@ class DecodeEngine:
                 await self._wake.wait()
 
     async def _step(self, plan: Plan) -> None:
-        batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling)
+        histories = [History(*x) if x is not None else None for x in plan.histories]
+        batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling, histories)
         samples = await self._forward(plan.rows, self._runtime.runner.decode, batch)
         if samples is None:
             return
@@ -273,12 +275,14 @@ class DecodeEngine:
 
     async def _chunk(self, chunk: Chunk) -> None:
         spec = self._intake.requests[chunk.request].spec
+        prompt = m.unpack_int32(spec.prompt)
         batch = PrefillBatch(
-            tokens=m.unpack_int32(spec.prompt)[chunk.start : chunk.start + chunk.length],
+            tokens=prompt[chunk.start : chunk.start + chunk.length],
             q_lens=[chunk.length],
             starts=[chunk.start],
             pages=[self._intake.pages_of(chunk.request)],
             sampling=[spec.sampling if chunk.last else None],
+            histories=[History(prompt, prompt[:0])],
         )
         samples = await self._forward((chunk.request,), self._runtime.runner.prefill, batch)
         if samples is None or chunk.request not in self._intake.requests:

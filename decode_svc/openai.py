@@ -1,4 +1,4 @@
-"""OpenAI's requests and responses: schemas, every check that needs no tokenizer, and the objects that go back.
+"""OpenAI's requests: schemas, and every check that needs no tokenizer.
 
 A known option that this service does not support is refused by name unless it is null or at the value that asks for
 nothing; it is never ignored. Fields nobody knows are ignored, since routers add their own.
@@ -8,19 +8,19 @@ import logging
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from shared.errors import RequestError
 from shared.ids import RequestId
-from shared.protocol.local import FinishReason, Generate
+from shared.protocol.local import Generate, ModelInfo
 from shared.protocol.messages import Sampling, pack_int32
 
 log = logging.getLogger(__name__)
 
 MAX_STOPS = 16
+MAX_BIASES = 1024
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_NEUTRAL_BYTES = 256
@@ -35,9 +35,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -49,9 +46,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's and SGLang's
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "bad_words": ([],),
@@ -95,6 +89,12 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -122,6 +122,23 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             raise _bad("top_p", f"must be above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < -1:
             raise _bad("top_k", f"must be -1 or 0 (off) or positive, got {self.top_k}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise _bad("min_p", f"must lie in 0 … 1, got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if value is not None and not -2 <= value <= 2:
+                raise _bad(name, f"must lie in -2 … 2, got {value}")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 2:
+            raise _bad("repetition_penalty", f"must be above 0 and at most 2, got {self.repetition_penalty}")
+        if self.min_tokens is not None and self.min_tokens < 0:
+            raise _bad("min_tokens", f"must be at least 0, got {self.min_tokens}")
+        if self.logit_bias is not None and len(self.logit_bias) > MAX_BIASES:
+            raise _bad("logit_bias", f"at most {MAX_BIASES} tokens, got {len(self.logit_bias)}")
+        for token, bias in (self.logit_bias or {}).items():
+            if not re.fullmatch(r"\d{1,9}", token):
+                raise _bad("logit_bias", f"keys are token ids, got {token[:32]!r}")
+            if not -100 <= bias <= 100:
+                raise _bad("logit_bias", f"a bias must lie in -100 … 100, got {bias}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise _bad("seed", "must fit in a signed 64-bit integer")
         if len(self.stops) > MAX_STOPS:
@@ -292,89 +309,33 @@ def answer_length(prompt_tokens: int, asked: int | None, default: int | None, co
 
 
 def generate_message(
-    request: CommonRequest, request_id: RequestId, prompt: Sequence[int], max_tokens: int, vocab_size: int
+    request: CommonRequest, request_id: RequestId, prompt: Sequence[int], max_tokens: int, info: ModelInfo
 ) -> Generate:
-    """The request as its engine takes it. Raises RequestError for stop_token_ids outside the vocabulary."""
+    """The request as its engine takes it. Raises RequestError for token ids outside the vocabulary, and for a minimum
+    above the maximum."""
     stop_token_ids = request.stop_token_ids or []
-    check_tokens(stop_token_ids, "stop_token_ids", vocab_size)
+    check_tokens(stop_token_ids, "stop_token_ids", info.vocab_size)
+    bias = [(int(token), value) for token, value in (request.logit_bias or {}).items()]
+    check_tokens([token for token, _ in bias], "logit_bias", info.vocab_size)
+    least = request.min_tokens or 0
+    if least > max_tokens:
+        raise _bad("min_tokens", f"must be at most max_tokens, {max_tokens}, got {least}")
+    ends = {*stop_token_ids, *([] if request.ignore_eos else info.eos_token_ids)}
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
     sampling = Sampling(
         seed=secrets.randbits(63) if request.seed is None else request.seed,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=min(request.top_k, vocab_size) if request.top_k else -1,
+        temperature=given(request.temperature, 1.0),
+        top_p=given(request.top_p, 1.0),
+        top_k=min(request.top_k, info.vocab_size) if request.top_k else -1,
+        min_p=given(request.min_p, 0.0),
+        presence_penalty=given(request.presence_penalty, 0.0),
+        frequency_penalty=given(request.frequency_penalty, 0.0),
+        repetition_penalty=given(request.repetition_penalty, 1.0),
+        logit_bias=bias,
+        banned=sorted(ends) if least else [],
+        banned_before=len(prompt) + least if least and ends else 0,
     )
     return Generate(request_id, pack_int32(prompt), max_tokens, sampling, stop_token_ids, bool(request.ignore_eos))
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-@dataclass(frozen=True)
-class CompletionShape:
-    """The objects of one answer. ``with_usage``: chunks carry "usage", null in all but the last. ``with_tokens``: the
-    choice of a whole answer carries "token_ids"."""
-
-    id: str
-    model: str
-    created: int
-    with_usage: bool
-    with_tokens: bool
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first text."""
-        return []
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk([self._choice({"text": text}, None)])
-
-    def ending(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk([self._choice({"text": ""}, finish)])
-
-    def total(self, total: dict[str, int]) -> dict[str, Any]:
-        """The chunk after the ending, where usage was asked for."""
-        return {**self._chunk([]), "usage": total}
-
-    def whole(self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int]) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        choice = self._choice({"text": text}, finish) | self._tokens(token_ids)
-        return {**self._object("text_completion", [choice]), "usage": total}
-
-    def _tokens(self, token_ids: list[int]) -> dict[str, Any]:
-        return {"token_ids": token_ids} if self.with_tokens else {}
-
-    def _chunk(self, choices: list[dict[str, Any]], name: str = "text_completion") -> dict[str, Any]:
-        body = self._object(name, choices)
-        return {**body, "usage": None} if self.with_usage else body
-
-    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
-
-    @staticmethod
-    def _choice(content: dict[str, Any], finish: FinishReason | None) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
-
-
-class ChatShape(CompletionShape):
-    """The same frame with messages and deltas in it."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        return [self._chunk([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])]
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk([self._choice({"delta": {"content": text}}, None)])
-
-    def ending(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk([self._choice({"delta": {}}, finish)])
-
-    def whole(self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice({"message": message}, finish) | self._tokens(token_ids)
-        return {**self._object("chat.completion", [choice]), "usage": total}
-
-    def _chunk(self, choices: list[dict[str, Any]], name: str = "chat.completion.chunk") -> dict[str, Any]:
-        return super()._chunk(choices, name)

@@ -14,7 +14,9 @@ from shared.errors import IntegrityError
 from shared.ids import RequestId
 from shared.kv.pages import Pages
 from shared.protocol.local import FinishReason, Generate
-from shared.protocol.messages import Sampling
+from shared.protocol.messages import Sampling, unpack_int32
+
+Ids = npt.NDArray[np.int32]
 
 
 @dataclass
@@ -25,7 +27,17 @@ class Row:
     sampling: Sampling
     stop_ids: frozenset[int]
     max_tokens: int
+    tokens: Ids | None = None
+    """Prompt and output so far, where the sampling needs them: [prompt + max_tokens]."""
+    prompt_tokens: int = 0
     produced: int = 0
+
+    @property
+    def history(self) -> tuple[Ids, Ids] | None:
+        """(prompt, output): views."""
+        if self.tokens is None:
+            return None
+        return self.tokens[: self.prompt_tokens], self.tokens[self.prompt_tokens : self.prompt_tokens + self.produced]
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Plan:
     lengths: npt.NDArray[np.int32]  # [rows]
     page_table: npt.NDArray[np.int32]  # [rows, max_pages]; entries past a row's length are arbitrary (S58)
     sampling: list[Sampling]
+    histories: list[tuple[Ids, Ids] | None]
+    """Each row's prompt and output, where its sampling needs them; what is appended later lies outside."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,9 @@ class Scheduler:
         """The step that takes prefill's first token for its result. Unless that token ends the request, it joins the
         batch with all its pages ``[pages]`` in position order. Raises IntegrityError where the batch is full."""
         stop_ids = frozenset(spec.stop_token_ids) | (frozenset() if spec.ignore_eos else self._eos)
-        row = Row(spec.request, spec.sampling, stop_ids, spec.max_tokens)
+        row = Row(spec.request, spec.sampling, stop_ids, spec.max_tokens, prompt_tokens=len(spec.prompt) // 4)
+        if spec.sampling.needs_history:
+            row.tokens = np.concatenate([unpack_int32(spec.prompt), np.zeros(spec.max_tokens, np.int32)])
         step = self._advance(row, token, logprob)
         if step.finish is None:
             at = len(self._rows)
@@ -94,6 +110,7 @@ class Scheduler:
             self._lengths[:count].copy(),
             self._table[:count].copy(),
             [row.sampling for row in self._rows],
+            [row.history for row in self._rows],
         )
 
     def apply(self, plan: Plan, samples: Sequence[tuple[int, float]]) -> list[Step]:
@@ -126,6 +143,8 @@ class Scheduler:
 
     @staticmethod
     def _advance(row: Row, token: int, logprob: float) -> Step:
+        if row.tokens is not None:
+            row.tokens[row.prompt_tokens + row.produced] = token
         row.produced += 1
         finish: FinishReason | None = None
         if token in row.stop_ids:

@@ -14,6 +14,9 @@ def objection(sender: Sender, layout: Layout, max_prompt_tokens: int, vocab_size
         return DestinationRefused(f"expected 1 … {max_prompt_tokens} tokens, got {len(tokens)}", code="capacity")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         return DestinationRefused(f"token ids must be 0 … {vocab_size - 1}", code="bad_token")
+    named = [*spec.sampling.banned, *(token for token, _ in spec.sampling.logit_bias)]
+    if named and not 0 <= min(named) <= max(named) < vocab_size:
+        return DestinationRefused(f"token ids of the sampling must be 0 … {vocab_size - 1}", code="bad_token")
     if spec.dst_first_position != 0:
         return DestinationRefused(f"destination starts at position {spec.dst_first_position}, expected 0")
     wanted, items = layout.pages_for(len(tokens)), sender.peer.regions[0].items

@@ -41,6 +41,7 @@ from shared.protocol.codec import Codec
 from shared.protocol.local import HEARTBEAT_S, Cancel, Drained, Generate, Ready, Status, Stop, ToEngine
 from shared.protocol.local import Drain as DrainRequest
 from shared.runtime.runner import PrefillBatch
+from shared.runtime.sampler import History
 from shared.transfer.layers import ActiveContexts, Context, LayerGroups, Outgoing, Post, Step, at_once
 from shared.transfer.mooncake_engine import MooncakeEngine
 from shared.transfer.plan import Pairing, Runs
@@ -228,6 +229,7 @@ class PrefillEngine:
             starts=[p.start for p in pieces],
             pages=[s.pages for s in senders if s.pages is not None],
             sampling=[s.spec.sampling if p.last else None for s, p in zip(senders, pieces, strict=True)],
+            histories=[History(s.tokens, s.tokens[:0]) if s.spec.sampling.needs_history else None for s in senders],
         )
 
     async def _beat(self) -> None:

@@ -1,6 +1,7 @@
 """transformers' own answer: the model as it comes, one sequence at a time, greedy, float32."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,7 +12,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def tokens(self, prompt: list[int], max_tokens: int) -> list[int]:
+    def tokens(self, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
         """The greedy continuation, its end-of-text token included."""
         with torch.inference_mode():
             ids = torch.tensor([prompt])
@@ -24,6 +25,7 @@ class Reference:
                 top_p=None,
                 top_k=None,
                 pad_token_id=0,
+                **options,
             )
         return [int(t) for t in out[0, len(prompt) :]]
 

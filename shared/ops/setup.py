@@ -66,6 +66,7 @@ def load_runtime(config: ServiceConfig) -> LoadedRuntime:
         num_pages=num_pages,
         dtype=loaded.dtype,
         kv_bytes_per_token=layout.token_bytes,
+        eos_token_ids=list(loaded.eos_token_ids),
     )
     fingerprint = {
         "protocol": str(PROTOCOL_VERSION),

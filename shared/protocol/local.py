@@ -66,6 +66,7 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_pages: int
     dtype: str
     kv_bytes_per_token: int
+    eos_token_ids: list[int]
 
 
 class Ready(LocalMessage, frozen=True):

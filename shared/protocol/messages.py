@@ -87,6 +87,19 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: list[tuple[int, float]] = []
+    banned: list[int] = []
+    """Tokens that may not be drawn before position ``banned_before`` of the sequence (min_tokens)."""
+    banned_before: int = 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Does the next token's distribution depend on those before it?"""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """Forwards: a batch described by plain arrays goes in, sampled tokens come out. Called by one compute thread only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from shared.protocol.messages import Sampling
 from shared.runtime.attention import BatchedDecode, PackedPrefill, PageReader, View
 from shared.runtime.model import LoadedModel
 from shared.runtime.paged_cache import LayerCallback, PagedCache
-from shared.runtime.sampler import Sampled, sample
+from shared.runtime.sampler import History, Sampled, sample
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -30,6 +31,8 @@ class PrefillBatch:
     """Each sequence's pages in order, at least enough for its start and chunk together."""
     sampling: list[Sampling | None]
     """None: not the prompt's last chunk, so nothing is sampled."""
+    histories: Sequence[History | None] = ()
+    """Of sequences whose sampling needs one; may be left out where none does."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class DecodeBatch:
     page_table: Int32s
     """[batch, ≥ pages of the longest]; entries past a sequence's length may hold anything (S58)."""
     sampling: list[Sampling]
+    histories: Sequence[History | None] = ()
+    """See PrefillBatch."""
 
 
 class ModelRunner:
@@ -76,7 +81,8 @@ class ModelRunner:
         samples: list[Sampled | None] = [None] * len(batch.q_lens)
         if last:
             ends = [batch.starts[i] + batch.q_lens[i] for i in last]
-            drawn = sample(logits, [how for how in batch.sampling if how is not None], ends, [0] * len(last))
+            histories = [batch.histories[i] for i in last] if batch.histories else ()
+            drawn = sample(logits, [how for how in batch.sampling if how is not None], ends, [0] * len(last), histories)
             for i, sampled in zip(last, drawn, strict=True):
                 samples[i] = sampled
         return samples
@@ -87,7 +93,7 @@ class ModelRunner:
         pages = batch.page_table[np.arange(len(positions)), positions // self._page_size]
         view = BatchedDecode(self._reader, batch.page_table, batch.lengths)
         logits = self._forward(batch.tokens[:, None], positions[:, None], pages, view, on_layer, np.zeros(1, np.int64))
-        return sample(logits[:, 0], batch.sampling, batch.lengths.tolist(), [0] * len(positions))
+        return sample(logits[:, 0], batch.sampling, batch.lengths.tolist(), [0] * len(positions), batch.histories)
 
     @torch.inference_mode()
     def _forward(

@@ -14,6 +14,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are 0: dividing by them would overflow, and they leave no choice."""
 
 Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int32]
 
 
 class Sampled(NamedTuple):
@@ -23,23 +24,59 @@ class Sampled(NamedTuple):
     logprob: float
 
 
+class History(NamedTuple):
+    """The tokens before the one that is drawn: ``[prompt]`` and ``[output]``."""
+
+    prompt: Ids
+    output: Ids
+
+
 def sample(
-    logits: torch.Tensor, sampling: Sequence[Sampling], positions: Sequence[int], choices: Sequence[int]
+    logits: torch.Tensor,
+    sampling: Sequence[Sampling],
+    positions: Sequence[int],
+    choices: Sequence[int],
+    histories: Sequence[History | None] = (),
 ) -> list[Sampled]:
     """One token for each row of ``logits`` [batch, vocabulary].
 
-    ``positions[i]`` is the index in the whole sequence of the token that is drawn. Greedy takes the lowest of equally
-    likely tokens.
+    ``positions[i]`` is the index in the whole sequence of the token that is drawn; ``histories[i]`` is needed where
+    penalties are. Greedy takes the lowest of equally likely tokens.
     """
     logits = logits.float()
     best = logits.argmax(-1)
     tokens = best.tolist()
     for i, how in enumerate(sampling):
-        if how.temperature >= GREEDY_BELOW:
-            tokens[i] = draw(logits[i].cpu().numpy(), how, uniform(how.seed, choices[i], positions[i]))
+        changed = how.needs_history or how.logit_bias or positions[i] < how.banned_before
+        if how.temperature < GREEDY_BELOW and not changed:
+            continue
+        row = logits[i].cpu().numpy()
+        if changed:
+            row = adjusted(row, how, positions[i], histories[i] if histories else None)
+        if how.temperature < GREEDY_BELOW:
+            tokens[i] = int(row.argmax())
+        else:
+            tokens[i] = draw(row, how, uniform(how.seed, choices[i], positions[i]))
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
     logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
     return [Sampled(*pair) for pair in zip(tokens, logprobs, strict=True)]
+
+
+def adjusted(logits: Floats, how: Sampling, position: int, history: History | None) -> Floats:
+    """A copy of ``logits`` [vocabulary] after repetition, frequency and presence penalties, bias and ban, in vLLM's
+    order. The first penalty is over prompt and output, the others over the output alone, as OpenAI's."""
+    row = logits.copy()
+    if history is not None:
+        if how.repetition_penalty != 1:
+            seen = np.unique(np.concatenate(history))
+            row[seen] = np.where(row[seen] > 0, row[seen] / how.repetition_penalty, row[seen] * how.repetition_penalty)
+        produced, counts = np.unique(history.output, return_counts=True)
+        row[produced] -= (how.frequency_penalty * counts + how.presence_penalty).astype(np.float32)
+    for token, bias in how.logit_bias:
+        row[token] += bias
+    if position < how.banned_before:
+        row[how.banned] = -np.inf
+    return row
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -49,11 +86,14 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def draw(logits: Floats, how: Sampling, u: float) -> int:
-    """The token at ``u`` of the distribution that temperature, then top_k, then top_p leave of ``logits`` [vocabulary].
+    """The token at ``u`` of the distribution that temperature, then min_p, top_k and top_p leave of ``logits``
+    [vocabulary].
 
-    Ties at the edge of top_k or top_p go to the lower token. ``top_k`` ≤ 0 and ``top_p`` ≥ 1 are off.
+    Ties at the edge of top_k or top_p go to the lower token. ``top_k`` ≤ 0, ``top_p`` ≥ 1 and ``min_p`` 0 are off.
     """
     weights = np.exp((logits - logits.max()) / np.float32(how.temperature))
+    if how.min_p > 0:  # the likeliest token's weight is 1
+        weights[weights < how.min_p] = 0
     tokens: npt.NDArray[np.intp] | None = None
     """The tokens that are left, likeliest first; None: all of them, in their own order."""
     if 0 < how.top_k < len(logits):

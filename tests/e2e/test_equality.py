@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import PAGE_SIZE
 from tests.pair import Client, Forks, Pair, start_pair
 from tests.reference import Reference
-from tests.tiny_models import save_tiny_llama
+from tests.tiny_models import EOS, save_tiny_llama
 
 CHUNK = 64
 MAX_LEN = 256
@@ -135,3 +135,31 @@ async def test_sampling_is_a_function_of_the_seed_alone(pair: Pair) -> None:
     crowd = await asyncio.gather(*(pair.client.post("/v1/completions", b) for b in [*others[:3], body, *others[3:]]))
     assert crowd[3][1]["choices"][0]["text"] == alone[1]["choices"][0]["text"]
     assert len({answer["choices"][0]["text"] for _, answer in crowd}) == 7
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+async def test_repetition_penalty_equals_transformers(pair: Pair, tiny_reference: Reference, penalty: float) -> None:
+    """From prefill's token on, over prompt and answer."""
+    prompt = prompt_of(70, 3)
+    got = await complete(pair.client, "tiny", prompt, 40, repetition_penalty=penalty)
+    assert got["token_ids"] == tiny_reference.tokens(prompt, 40, repetition_penalty=penalty)
+    assert got["token_ids"] != tiny_reference.tokens(prompt, 40)
+
+
+async def test_bias_and_bans_hold_on_both_sides_of_the_hand_over(pair: Pair) -> None:
+    prompt = prompt_of(20, 4)
+    got = await complete(pair.client, "tiny", prompt, 6, logit_bias={"65": 100})
+    assert got["token_ids"] == [65] * 6
+    forced = {"logit_bias": {str(EOS): 100}}
+    assert (await complete(pair.client, "tiny", prompt, 6, **forced))["token_ids"] == [EOS]
+    got = await complete(pair.client, "tiny", prompt, 6, min_tokens=3, **forced)
+    assert (len(got["token_ids"]), got["token_ids"][-1], got["finish_reason"]) == (4, EOS, "stop")
+    assert EOS not in got["token_ids"][:3]
+
+
+async def test_penalties_change_a_sampled_answer_and_stay_reproducible(pair: Pair) -> None:
+    body = {"temperature": 1.0, "seed": 5, "presence_penalty": 1.5, "frequency_penalty": 1.0, "min_p": 0.02}
+    first = await complete(pair.client, "tiny", prompt_of(30, 5), 30, **body)
+    again = await complete(pair.client, "tiny", prompt_of(30, 5), 30, **body)
+    plain = await complete(pair.client, "tiny", prompt_of(30, 5), 30, temperature=1.0, seed=5)
+    assert first["token_ids"] == again["token_ids"] != plain["token_ids"]

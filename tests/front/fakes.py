@@ -106,7 +106,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
 
     def ready(self, *, context: int = CONTEXT, num_pages: int = 65, vocab_size: int = 264) -> None:
-        info = ModelInfo(vocab_size, context, 4, 16, num_pages, "float32", 1536)
+        info = ModelInfo(vocab_size, context, 4, 16, num_pages, "float32", 1536, [EOS])
         self.front.on_message(Ready(Epoch(5), "tcp://127.0.0.1:8999", info))
 
     def send(self, message: ToEngine) -> None:

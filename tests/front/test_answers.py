@@ -260,3 +260,17 @@ async def test_pieces_arrive_as_they_are_made(engine: FakeEngine, http: Http, to
                 assert f'"text":"{text}"'.encode() in event
                 engine.say(message, tokenizer.encode(chr(ord(text) + 1)), None if text < "c" else "length")
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_sampling_options_reach_the_engine(engine: FakeEngine, http: Http) -> None:
+    body = {
+        "prompt": [1, 2, 3], "max_tokens": 9, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5, "logit_bias": {"7": -3.5}, "min_tokens": 4, "stop_token_ids": [9], "seed": 1,
+    }  # fmt: skip
+    assert (await http.post("/v1/completions", body))[0] == 200
+    sampling = engine.generates[-1].sampling
+    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.5, -0.5)
+    assert (sampling.repetition_penalty, sampling.logit_bias) == (1.5, [(7, -3.5)])
+    assert (sampling.banned, sampling.banned_before) == ([9, EOS], 7)
+    assert (await http.post("/v1/completions", {**body, "ignore_eos": True}))[0] == 200
+    assert engine.generates[-1].sampling.banned == [9]

@@ -1,6 +1,7 @@
 """Counter-based draws: the same in any batch and process, and of the distribution that was asked for."""
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from shared.protocol.messages import Sampling
-from shared.runtime.sampler import draw, sample, uniform
+from shared.runtime.sampler import History, adjusted, draw, sample, uniform
 
 PROBS = np.array([0.1, 0.5, 0.15, 0.25])
 LOGITS = np.log(PROBS).astype(np.float32)
@@ -125,3 +126,45 @@ def test_extreme_draws_stay_inside() -> None:
     assert draw(logits, how(), 0.0) == 1
     assert draw(logits, how(), 1 - 2**-53) == 1
     assert draw(logits, how(temperature=100.0, top_p=0.9999), 1 - 2**-53) == 1
+
+
+def test_min_p_leaves_what_is_likely_enough_beside_the_likeliest() -> None:
+    assert reachable(how(min_p=0.5)) == {1, 3}
+    assert reachable(how(min_p=0.19)) == {0, 1, 2, 3}
+    assert reachable(how(min_p=1.0)) == {1}
+    assert reachable(how(min_p=0.31, temperature=0.5)) == {1}  # after temperature: 0.25² / 0.5² is 0.25
+
+
+HISTORY = History(np.array([0, 2, 2], np.int32), np.array([2, 3, 3], np.int32))
+
+
+def change(logits: list[float], position: int = 0, **fields: Any) -> list[float]:
+    row = np.array(logits, np.float32)
+    changed = adjusted(row, Sampling(seed=0, **fields), position, HISTORY)
+    assert row.tolist() == logits  # a copy
+    return [round(float(x), 4) for x in changed]
+
+
+def test_penalties_are_those_of_vllm() -> None:
+    """Repetition over prompt and output, the others over the output alone."""
+    assert change([2.0, 2.0, -2.0, 4.0], repetition_penalty=2.0) == [1.0, 2.0, -4.0, 2.0]
+    assert change([1.0, 1.0, 1.0, 1.0], presence_penalty=0.5) == [1.0, 1.0, 0.5, 0.5]
+    assert change([1.0, 1.0, 1.0, 1.0], frequency_penalty=0.5) == [1.0, 1.0, 0.5, 0.0]
+    assert change([1.0, 1.0, 1.0, 1.0], frequency_penalty=0.5, presence_penalty=-1.0) == [1.0, 1.0, 1.5, 1.0]
+
+
+def test_bias_is_added_and_bans_hold_up_to_their_position() -> None:
+    assert change([1.0, 1.0, 1.0, 1.0], logit_bias=[(0, 5.0), (3, -100.0)]) == [6.0, 1.0, 1.0, -99.0]
+    ban: dict[str, Any] = {"banned": [1, 2], "banned_before": 7}
+    assert change([1.0, 1.0, 1.0, 1.0], position=6, **ban) == [1.0, -math.inf, -math.inf, 1.0]
+    assert change([1.0, 1.0, 1.0, 1.0], position=7, **ban) == [1.0] * 4
+
+
+def test_greedy_obeys_them_too_and_the_logprob_is_the_models_own() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    biased = sample(logits, [how(temperature=0.0, logit_bias=[(0, 100.0)])], [1], [0])[0]  # type: ignore[arg-type]
+    assert biased.token == 0
+    assert biased.logprob == pytest.approx(float(logits[0].log_softmax(-1)[0]))
+    penalised = sample(logits, [how(temperature=0.0, presence_penalty=2.0)], [1], [0], [HISTORY])[0]
+    assert penalised.token == 1
+    assert sample(logits, [how(temperature=0.0, banned_before=2, banned=[1])], [1], [0])[0].token == 3  # type: ignore[arg-type]
