@@ -21,7 +21,7 @@ from decode_svc.openai import (
     generate_message,
     parse,
 )
-from decode_svc.shapes import ChatShape, CompletionShape, usage
+from decode_svc.shapes import ChatShape, CompletionShape, Logprobs, TokenLogprob, usage
 from decode_svc.text import Assembler, TextCodec
 from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
@@ -38,7 +38,7 @@ from shared.ops.http import (
     verdict_response,
 )
 from shared.ops.metrics import Registry
-from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, Status
+from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, Output, Status
 from shared.protocol.messages import Sampling, pack_int32
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Job:
     prompt_tokens: int
     stops: Sequence[str]
     shape: CompletionShape
+    logprobs: bool
     arrived_s: float
 
 
@@ -84,7 +85,9 @@ class Answer:
         self.token_ids: list[int] = []
         """Those that count: up to the one that ended the answer."""
         self._job, self._stream, self._registry, self._now = job, stream, registry, now
-        self._text = Assembler(codec, job.stops)
+        self._codec, self._text = codec, Assembler(codec, job.stops)
+        self._logprobs: list[TokenLogprob] = []
+        self._offset = 0
         self._last_s: float | None = None
 
     async def next(self) -> tuple[str, FinishReason | None]:
@@ -94,11 +97,26 @@ class Answer:
         text = self._text.feed(output.tokens, output.finish)
         counted = self._text.tokens - before
         self.token_ids += output.tokens[:counted]
+        if self._job.logprobs:
+            self._note(output, counted)
         self._measure(counted, output.handover)
         if self._text.stopped:
             self._stream.stop()
             return text, "stop"
         return text, output.finish
+
+    def logprobs(self) -> Logprobs:
+        """Of the tokens that counted since the last call, where they were asked for."""
+        taken, self._logprobs = self._logprobs, []
+        return taken if self._job.logprobs else None
+
+    def _note(self, output: Output, counted: int) -> None:
+        of = self._codec.token_bytes
+        tops = output.top or [[]] * counted
+        for token, logprob, top in zip(output.tokens[:counted], output.logprobs, tops, strict=False):
+            noted = TokenLogprob(of(token), logprob, [(of(likely), value) for likely, value in top], self._offset)
+            self._offset += len(noted.text)
+            self._logprobs.append(noted)
 
     def usage(self) -> dict[str, int]:
         return usage(self._job.prompt_tokens, self._text.tokens)
@@ -197,7 +215,9 @@ class DecodeFront:
         ids = await self._on_text_thread(tokens)
         message = self._message(request, body, ids, "messages", None)
         shape = ChatShape(f"chatcmpl-{message.request}", *self._frame(body))
-        return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
+        return await self._answer(
+            request, body, Job(message, len(ids), body.stops, shape, body.logprob_count is not None, arrived_s)
+        )
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
@@ -210,7 +230,9 @@ class DecodeFront:
             ids = body.token_ids()
         message = self._message(request, body, ids, "prompt", COMPLETION_DEFAULT_TOKENS)
         shape = CompletionShape(f"cmpl-{message.request}", *self._frame(body))
-        return await self._answer(request, body, Job(message, len(ids), body.stops, shape, arrived_s))
+        return await self._answer(
+            request, body, Job(message, len(ids), body.stops, shape, body.logprob_count is not None, arrived_s)
+        )
 
     # before the engine
 
@@ -273,9 +295,8 @@ class DecodeFront:
             while finish is None:
                 text, finish = await answer.next()
                 pieces.append(text)
-            return json_response(
-                job.shape.whole("".join(pieces), finish, answer.usage(), answer.token_ids), headers=headers
-            )
+            whole = job.shape.whole("".join(pieces), finish, answer.usage(), answer.token_ids, answer.logprobs())
+            return json_response(whole, headers=headers)
 
 
 async def _streamed(
@@ -295,11 +316,11 @@ async def _streamed(
         try:
             while True:
                 if text:
-                    await response.write(_event(shape.piece(text)))
+                    await response.write(_event(shape.piece(text, answer.logprobs())))
                 if finish is not None:
                     break
                 text, finish = await answer.next()
-            await response.write(_event(shape.ending(finish)))
+            await response.write(_event(shape.ending(finish, answer.logprobs())))
             if shape.with_usage:
                 await response.write(_event(shape.total(answer.usage())))
         except EngineFailure as error:

@@ -16,12 +16,13 @@ from decode_svc.intake import Intake
 from decode_svc.local import Chunk, LocalPrefills
 from decode_svc.peers import PeerBook
 from decode_svc.records import Request
-from decode_svc.scheduler import Plan, Scheduler
+from decode_svc.scheduler import Plan, Scheduler, Step
 from decode_svc.sessions import ReceiveSessions
 from shared.config import DecodeConfig
 from shared.errors import HandoffError, TransferFailed, Unavailable
 from shared.ids import PeerAddress, RequestId, new_epoch
 from shared.kv.digest import digest
+from shared.kv.layout import TopLogprobs, first_token
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
 from shared.limited_log import RateLimitedLog
@@ -36,6 +37,7 @@ from shared.protocol.local import (
     Drain,
     Drained,
     Generate,
+    Handover,
     Output,
     Outputs,
     Ready,
@@ -70,7 +72,7 @@ class DecodeEngine:
         """Cancelled while a forward computes them: their pages go back when it has ended."""
         self._local = LocalPrefills(config.chunked_prefill_size)
         self._landed: deque[RequestId] = deque()
-        self._first_tokens: dict[RequestId, tuple[int, float]] = {}
+        self._first_tokens: dict[RequestId, tuple[int, float, TopLogprobs]] = {}
         """Of prompts that were computed here."""
         self._outputs: list[Output] = []
         self._draining = False
@@ -194,21 +196,27 @@ class DecodeEngine:
             if request is None or request.state not in (RequestState.LANDED, RequestState.COMPUTING):
                 continue
             try:
-                token, logprob = self._first_token(request)
+                token, logprob, top = self._first_token(request)
             except TransferFailed as wrong:
                 self._do(self._intake.fail(request.id, wrong, self._host.now_s()))
                 continue
-            step = self._scheduler.prebuilt(request.spec, token, logprob, self._intake.pages_of(request.id))
-            if step.finish is not None:
-                self._do(self._intake.finish(request.id, [token], [logprob], step.finish, self._host.now_s()))
-            else:
-                self._outputs.append(Output(request.id, [token], [logprob], handover=request.handover))
-                request.handover = None  # shown once
-                self._wake.set()
+            step = self._scheduler.prebuilt(request.spec, token, logprob, top, self._intake.pages_of(request.id))
+            self._output(step, request.handover)
+            request.handover = None  # shown once
+            self._wake.set()
 
-    def _first_token(self, request: Request) -> tuple[int, float]:
-        """Its token and log-probability: from the metadata row, or computed here. Raises TransferFailed for a foreign
-        row."""
+    def _output(self, step: Step, handover: Handover | None = None) -> None:
+        """One request's new token, on its way to the front; perhaps its last."""
+        top = [list(step.top)] if step.top else []
+        output = Output(step.request, [step.token], [step.logprob], step.finish, handover=handover, top=top)
+        if step.finish is not None:
+            self._do(self._intake.finish(output, self._host.now_s()))
+        else:
+            self._outputs.append(output)
+
+    def _first_token(self, request: Request) -> tuple[int, float, TopLogprobs]:
+        """Its token, with log-probabilities: from the metadata row, or computed here. Raises TransferFailed for a
+        foreign row."""
         if request.state is RequestState.COMPUTING:
             self._intake.computed(request.id)
             return self._first_tokens.pop(request.id)
@@ -218,7 +226,7 @@ class DecodeEngine:
         row = self._intake.slots.rows[lease.slot]
         if (int(row["room"]), int(row["ticket"])) != (lease.room, lease.ticket):
             raise TransferFailed(f"metadata slot {lease.slot} does not hold room {lease.room}'s row")
-        first = int(row["token"]), float(row["logprob"])
+        first = first_token(row)
         log.debug("room %d slot %d token %d", lease.room, lease.slot, first[0])
         self._intake.prebuilt(request.id)
         return first
@@ -267,11 +275,7 @@ class DecodeEngine:
         if samples is None:
             return
         for step in self._scheduler.apply(plan, samples):
-            if step.finish is None:
-                self._outputs.append(Output(step.request, [step.token], [step.logprob]))
-            else:
-                now_s = self._host.now_s()
-                self._do(self._intake.finish(step.request, [step.token], [step.logprob], step.finish, now_s))
+            self._output(step)
 
     async def _chunk(self, chunk: Chunk) -> None:
         spec = self._intake.requests[chunk.request].spec

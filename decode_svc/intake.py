@@ -7,6 +7,7 @@ and slots belong to leases (``leases.py``), never to a task, so that no cancelle
 from collections import deque
 from collections.abc import Collection, Iterable
 
+import msgspec
 import numpy as np
 
 from decode_svc.effects import Compute, Effect, Ended, Outcome, Prebuild
@@ -21,7 +22,7 @@ from shared.kv.layout import Layout
 from shared.kv.pages import PageAllocator, Pages
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
-from shared.protocol.local import EngineError, FinishReason, Generate, Handover, Output
+from shared.protocol.local import EngineError, Generate, Handover, Output
 from shared.protocol.machine import REQUEST, Do, LeaseEvent, LeaseState, RequestEvent, RequestState
 from shared.transfer.plan import check_coverage
 
@@ -104,12 +105,10 @@ class Intake:
         request = self.requests[request_id]
         request.state, _ = REQUEST.step(request.state, RequestEvent.COMPUTED)
 
-    def finish(
-        self, request_id: RequestId, tokens: list[int], logprobs: list[float], why: FinishReason, now_s: float
-    ) -> list[Effect]:
+    def finish(self, output: Output, now_s: float) -> list[Effect]:
         """The last tokens of a running request."""
-        request = self.requests[request_id]
-        output = Output(request_id, tokens, logprobs, finish=why, handover=request.handover)
+        request = self.requests[output.request]
+        output = msgspec.structs.replace(output, handover=request.handover)
         return self._end(request, RequestEvent.FINISH, "finished", output, now_s) + self.admit(now_s)
 
     def pages_of(self, request_id: RequestId) -> Pages:

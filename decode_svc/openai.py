@@ -14,6 +14,7 @@ import msgspec
 
 from shared.errors import RequestError
 from shared.ids import RequestId
+from shared.kv.layout import MAX_TOP_LOGPROBS
 from shared.protocol.local import Generate, ModelInfo
 from shared.protocol.messages import Sampling, pack_int32
 
@@ -33,8 +34,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -109,6 +108,15 @@ class CommonRequest(msgspec.Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def logprob_count(self) -> int | None:
+        """How many likeliest tokens are to be told beside each token's own log-probability; None: not even that."""
+        return None
+
+    @property
+    def logged(self) -> bool:
+        return self.logprob_count is not None
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -172,6 +180,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 class ChatRequest(CommonRequest):
     messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
 
     def check(self) -> None:
@@ -182,10 +192,19 @@ class ChatRequest(CommonRequest):
                 raise _bad("max_tokens", "differs from max_completion_tokens; give one of them")
             self.max_tokens = self.max_completion_tokens
         super().check()
+        if self.top_logprobs is not None:
+            if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+                raise _bad("top_logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
+            if self.top_logprobs and not self.logprobs:
+                raise _bad("top_logprobs", "only allowed when logprobs is true")
         if not self.messages:
             raise _bad("messages", "must not be empty")
         for index, message in enumerate(self.messages):
             _check_message(message, f"messages[{index}]")
+
+    @property
+    def logprob_count(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as a chat template takes them; text parts are joined by line breaks."""
@@ -201,9 +220,15 @@ class ChatRequest(CommonRequest):
 
 class CompletionRequest(CommonRequest):
     prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+    top_logprobs: int | None = None
 
     def check(self) -> None:
         super().check()
+        if self.top_logprobs:
+            raise _bad("top_logprobs", "is a chat's; a completion says logprobs: N")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise _bad("logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.logprobs}")
         if not self.prompt:
             raise _bad("prompt", "must not be empty")
         if not isinstance(self.prompt, str) and set(map(type, self.prompt)) != {int}:
@@ -212,6 +237,10 @@ class CompletionRequest(CommonRequest):
                 param="prompt",
                 code="unsupported_option",
             )
+
+    @property
+    def logprob_count(self) -> int | None:
+        return self.logprobs
 
     def token_ids(self) -> list[int]:
         """A checked prompt that is a list."""
@@ -334,6 +363,7 @@ def generate_message(
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
         repetition_penalty=given(request.repetition_penalty, 1.0),
+        top_logprobs=request.logprob_count or 0,
         logit_bias=bias,
         banned=sorted(ends) if least else [],
         banned_before=len(prompt) + least if least and ends else 0,

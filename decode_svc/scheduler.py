@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from shared.errors import IntegrityError
 from shared.ids import RequestId
+from shared.kv.layout import TopLogprobs
 from shared.kv.pages import Pages
 from shared.protocol.local import FinishReason, Generate
 from shared.protocol.messages import Sampling, unpack_int32
@@ -60,6 +61,7 @@ class Step:
     request: RequestId
     token: int
     logprob: float
+    top: TopLogprobs
     finish: FinishReason | None
 
 
@@ -81,14 +83,14 @@ class Scheduler:
     def __contains__(self, request: RequestId) -> bool:
         return request in self._index
 
-    def prebuilt(self, spec: Generate, token: int, logprob: float, pages: Pages) -> Step:
+    def prebuilt(self, spec: Generate, token: int, logprob: float, top: TopLogprobs, pages: Pages) -> Step:
         """The step that takes prefill's first token for its result. Unless that token ends the request, it joins the
         batch with all its pages ``[pages]`` in position order. Raises IntegrityError where the batch is full."""
         stop_ids = frozenset(spec.stop_token_ids) | (frozenset() if spec.ignore_eos else self._eos)
         row = Row(spec.request, spec.sampling, stop_ids, spec.max_tokens, prompt_tokens=len(spec.prompt) // 4)
         if spec.sampling.needs_history:
             row.tokens = np.concatenate([unpack_int32(spec.prompt), np.zeros(spec.max_tokens, np.int32)])
-        step = self._advance(row, token, logprob)
+        step = self._advance(row, (token, logprob, top))
         if step.finish is None:
             at = len(self._rows)
             if at == self._max_rows:
@@ -113,15 +115,15 @@ class Scheduler:
             [row.history for row in self._rows],
         )
 
-    def apply(self, plan: Plan, samples: Sequence[tuple[int, float]]) -> list[Step]:
+    def apply(self, plan: Plan, samples: Sequence[tuple[int, float, TopLogprobs]]) -> list[Step]:
         """The results of that step, in its order. Finished requests have left; those that left meanwhile have none."""
         steps = []
-        for request, (token, logprob) in zip(plan.rows, samples, strict=True):
+        for request, sample in zip(plan.rows, samples, strict=True):
             at = self._index.get(request)
             if at is None:
                 continue
-            step = self._advance(self._rows[at], token, logprob)
-            self._tokens[at] = token
+            step = self._advance(self._rows[at], sample)
+            self._tokens[at] = step.token
             self._lengths[at] += 1
             if step.finish is not None:
                 self.leave(request)
@@ -142,7 +144,8 @@ class Scheduler:
             self._table[at] = self._table[end]
 
     @staticmethod
-    def _advance(row: Row, token: int, logprob: float) -> Step:
+    def _advance(row: Row, sample: tuple[int, float, TopLogprobs]) -> Step:
+        token, logprob, top = sample
         if row.tokens is not None:
             row.tokens[row.prompt_tokens + row.produced] = token
         row.produced += 1
@@ -151,4 +154,4 @@ class Scheduler:
             finish = "stop"
         elif row.produced >= row.max_tokens:
             finish = "length"
-        return Step(row.request, token, logprob, finish)
+        return Step(row.request, token, logprob, top, finish)

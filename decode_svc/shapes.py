@@ -1,5 +1,6 @@
 """OpenAI's responses: the objects that go back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,25 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token of an answer: its bytes, log-probability, the likeliest ones in its place, and where its text begins
+    (in characters of the tokens' texts, one after the other)."""
+
+    content: bytes
+    logprob: float
+    top: list[tuple[bytes, float]]
+    offset: int
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+
+Logprobs = Sequence[TokenLogprob] | None
+"""Of the tokens since the last chunk; None: not asked for."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +49,21 @@ class CompletionShape:
         """Chunks before the first text."""
         return []
 
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk([self._choice({"text": text}, None)])
+    def piece(self, text: str, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice({"text": text}, None, logprobs)])
 
-    def ending(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk([self._choice({"text": ""}, finish)])
+    def ending(self, finish: FinishReason, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice({"text": ""}, finish, logprobs)])
 
     def total(self, total: dict[str, int]) -> dict[str, Any]:
         """The chunk after the ending, where usage was asked for."""
         return {**self._chunk([]), "usage": total}
 
-    def whole(self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int]) -> dict[str, Any]:
+    def whole(
+        self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int], logprobs: Logprobs
+    ) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choice = self._choice({"text": text}, finish) | self._tokens(token_ids)
+        choice = self._choice({"text": text}, finish, logprobs) | self._tokens(token_ids)
         return {**self._object("text_completion", [choice]), "usage": total}
 
     def _tokens(self, token_ids: list[int]) -> dict[str, Any]:
@@ -54,9 +76,19 @@ class CompletionShape:
     def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
-    @staticmethod
-    def _choice(content: dict[str, Any], finish: FinishReason | None) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _choice(
+        self, content: dict[str, Any], finish: FinishReason | None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
+        shown = self._logprobs(logprobs) if logprobs is not None else None
+        return {"index": 0, **content, "logprobs": shown, "finish_reason": finish}
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{c.decode(errors="replace"): v for c, v in token.top} for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
 
 
 class ChatShape(CompletionShape):
@@ -65,16 +97,28 @@ class ChatShape(CompletionShape):
     def opening(self) -> list[dict[str, Any]]:
         return [self._chunk([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])]
 
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk([self._choice({"delta": {"content": text}}, None)])
+    def piece(self, text: str, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice({"delta": {"content": text}}, None, logprobs)])
 
-    def ending(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk([self._choice({"delta": {}}, finish)])
+    def ending(self, finish: FinishReason, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice({"delta": {}}, finish, logprobs)])
 
-    def whole(self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int]) -> dict[str, Any]:
+    def whole(
+        self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int], logprobs: Logprobs
+    ) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice({"message": message}, finish) | self._tokens(token_ids)
+        choice = self._choice({"message": message}, finish, logprobs) | self._tokens(token_ids)
         return {**self._object("chat.completion", [choice]), "usage": total}
 
     def _chunk(self, choices: list[dict[str, Any]], name: str = "chat.completion.chunk") -> dict[str, Any]:
         return super()._chunk(choices, name)
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        def entry(content: bytes, logprob: float) -> dict[str, Any]:
+            return {"token": content.decode(errors="replace"), "logprob": logprob, "bytes": list(content)}
+
+        shown = [
+            {**entry(t.content, t.logprob), "top_logprobs": [entry(content, value) for content, value in t.top]}
+            for t in tokens
+        ]
+        return {"content": shown, "refusal": None}

@@ -1,5 +1,6 @@
 """Text ↔ tokens: prompts in, and answers out piece by piece, so that joined pieces equal the whole decoded at once."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,16 @@ from shared.errors import ConfigError, RequestError
 from shared.protocol.local import FinishReason
 
 REPLACEMENT = "\ufffd"
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
 
 
 class TextCodec:
@@ -24,6 +35,8 @@ class TextCodec:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
+        self._byte_level = "ByteLevel" in str(backend.decoder)
+        self._added = frozenset(backend.get_added_tokens_decoder())
         self.skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         """Special tokens: never part of the text."""
         pieces = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -39,6 +52,16 @@ class TextCodec:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for; a part of a character where it is split over tokens."""
+        piece = self._backend.id_to_token(token) or ""
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+            return bytes([int(match[1], 16)])
+        if self._byte_level and token not in self._added and all(c in _BYTE_OF for c in piece):
+            return bytes(_BYTE_OF[c] for c in piece)
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        return text.encode()
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """The chat template's prompt. Raises RequestError with the template's own words where it refuses."""

@@ -29,7 +29,7 @@ class Send:
 
 @dataclass(frozen=True)
 class OpenSender:
-    """Make a worker with a sending engine of its own for this session."""
+    """Make a worker with a sending engine of its own for this session, make first contact, then call ``met``."""
 
     sender: SenderId
     session: str

@@ -168,12 +168,19 @@ class PrefillEngine:
                     self._senders[sender] = PeerSender(
                         partial(MooncakeEngine, self._advertise), self._sources(), session, name=session
                     )
+                    self._senders[sender].contact().add_done_callback(partial(self._met, sender))
                 case CloseSender(sender):
                     self._host.spawn(self._senders.pop(sender).close())
 
     def _digest(self, of: Digest | None) -> Callable[[], int] | None:
         pool = self._runtime.pool
         return partial(digest, pool.layout, pool.read, *of) if of is not None else None
+
+    def _met(self, sender: SenderId, future: "asyncio.Future[None]") -> None:
+        if error := future.exception():
+            log.warning("first contact with decode %d: %s", sender.decode_epoch, error)
+        self._handoff.met(sender)
+        self._wake.set()
 
     def _written(self, key: AttemptKey, future: "asyncio.Future[SendResult]") -> None:
         now_s = self._host.now_s()

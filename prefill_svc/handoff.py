@@ -11,9 +11,9 @@ from prefill_svc.effects import Digest, Drain, Drop, Effect, Finish, Halt, Send,
 from prefill_svc.peers import DecodePeer, DecodePeers
 from prefill_svc.records import Counts, Sender
 from prefill_svc.scheduler import Piece, Waiting, pack
-from shared.errors import IntegrityError, MessageError
+from shared.errors import IntegrityError, MessageError, TransferFailed
 from shared.ids import AttemptKey, Epoch, RequestId, Ticket
-from shared.kv.layout import Layout, meta_row
+from shared.kv.layout import Layout, TopLogprobs, meta_row
 from shared.kv.pages import PageAllocator
 from shared.kv.placement import destinations, owned
 from shared.kv.slots import SlotPool
@@ -143,11 +143,10 @@ class Handoff:
                 self.senders[key], SenderEvent.REFUSE, "waited too long in the queue", "timeout", True, now_s
             )
         ready = []
-        for key in self.queue:
-            sender = self.senders[key]
+        for sender in [self.senders[key] for key in self.queue if self.senders[key].peer.met]:
             if not self._reserve(sender):
                 break
-            ready.append(Waiting(key, sender.done, len(sender.tokens)))
+            ready.append(Waiting(sender.key, sender.done, len(sender.tokens)))
             if len(ready) == max_pieces:
                 break
         self._forward = pack(ready, budget_tokens, self._layout.page_size, max_pieces)
@@ -164,8 +163,8 @@ class Handoff:
                     effects.append(Stream(sender.peer.sender, piece.key, piece.start, sender.peer.pairing, runs))
         return self._forward, effects
 
-    def computed(self, samples: Sequence[tuple[int, float] | None], now_s: float) -> list[Effect]:
-        """The forward has ended: one (token, log-prob) for each piece that is the last of its prompt."""
+    def computed(self, samples: Sequence[tuple[int, float, TopLogprobs] | None], now_s: float) -> list[Effect]:
+        """The forward has ended: one (token, log-prob, likeliest) for each piece that is the last of its prompt."""
         pieces, self._forward = self._forward, []
         self.steps += 1
         effects: list[Effect] = []
@@ -199,6 +198,11 @@ class Handoff:
 
     # transfers
 
+    def met(self, sender: SenderId) -> None:
+        """First contact is over, well or not: a write will tell."""
+        if (peer := self.peers.peers.get(sender)) is not None:
+            peer.met = True
+
     def written(
         self, key: AttemptKey, sent_bytes: int, write_s: float, digest: int | None, now_s: float
     ) -> list[Effect]:
@@ -216,6 +220,10 @@ class Handoff:
         assert sender.pages is not None
         _, positions = owned(sender.pages, 0, self._rank, self._ranks)
         part = coverage(self._rank, positions, self._regions, digest, write_s)
+        expected = sum(part.bytes_by_component.values()) + sender.peer.regions[-1].item_bytes
+        if sent_bytes != expected:  # a defect: the proof is of what was sent, not of what was meant to be (S67)
+            wrong = TransferFailed(f"{sent_bytes} bytes were written, expected {expected}")
+            return self.write_failed(key, wrong, now_s)
         sender.result = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], timings)
         sender.next_repeat_s = now_s + REPEAT_S
         self.counts.bytes_sent += sent_bytes
@@ -227,7 +235,10 @@ class Handoff:
         sender = self.senders[key]
         self.counts.transfer_failures += 1
         sender.peer.dirty = True
-        sender.result = self._failed(sender, f"the transfer failed: {error}", "transfer_failed", True)
+        if (known := sender.given_up) is not None:
+            sender.result = self._failed(sender, known.reason, known.code, known.retryable)
+        else:
+            sender.result = self._failed(sender, f"the transfer failed: {error}", "transfer_failed", True)
         return self._event(sender, SenderEvent.WRITE_FAILED)
 
     def drained(self, key: AttemptKey, now_s: float) -> list[Effect]:
@@ -361,9 +372,10 @@ class Handoff:
     def _fail(
         self, sender: Sender, event: SenderEvent, reason: str, code: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        sender.result = self._failed(sender, reason, code, retryable)
-        key = sender.key
-        sender.given_up = m.GivenUp(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable)
+        if sender.given_up is None:  # the first reason stays
+            sender.result = self._failed(sender, reason, code, retryable)
+            key = sender.key
+            sender.given_up = m.GivenUp(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable)
         sender.next_repeat_s = now_s + REPEAT_S
         return self._event(sender, event)
 

@@ -71,6 +71,9 @@ class DecodePeer:
     """Number of its newest heartbeat."""
     retired: Retired = field(default_factory=Retired)
     gone: bool = False
+    met: bool = False
+    """Its data port has answered once. Until then its prompts hold no pages: a host that stands still at first contact
+    would keep them for as long as it does."""
     dirty: bool = False
     """A write through this session has failed; stays so until decode registers a fresh one."""
     suspect_until_s: float = float("-inf")

@@ -5,6 +5,7 @@ buffers by (component, layer), never by position or count (S13, S35).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +18,22 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 KV = "kv"
 META = "meta"
 
-SOURCE_CONTRACT = 1
+SOURCE_CONTRACT = 2
 """S45: bump whenever layout, placement, plan or the cache's rows change meaning; two builds pair only if equal."""
 
-META_ROW = np.dtype([("room", "<u8"), ("ticket", "<u8"), ("token", "<i4"), ("logprob", "<f4"), ("reserved", "<u8", 5)])
+MAX_TOP_LOGPROBS = 20
+META_ROW = np.dtype(
+    [
+        ("room", "<u8"),
+        ("ticket", "<u8"),
+        ("token", "<i4"),
+        ("logprob", "<f4"),
+        ("top", "<u8"),
+        ("top_ids", "<i4", MAX_TOP_LOGPROBS),
+        ("top_logprobs", "<f4", MAX_TOP_LOGPROBS),
+        ("reserved", "<u8", 8),
+    ]
+)
 """One metadata slot: written by prefill through the data plane after all KV, read once by decode's prebuilt step."""
 
 
@@ -88,8 +101,21 @@ def check_regions(layout: Layout, regions: list[Region], meta_rows: int) -> None
         raise LayoutMismatch(f"expected at least {meta_rows} metadata rows, got {regions[-1].items}")
 
 
-def meta_row(room: int, ticket: int, token: int, logprob: float) -> npt.NDArray[np.void]:
+TopLogprobs = Sequence[tuple[int, float]]
+"""Likeliest tokens with their log-probabilities, likeliest first; at most MAX_TOP_LOGPROBS."""
+
+
+def meta_row(room: int, ticket: int, token: int, logprob: float, top: TopLogprobs = ()) -> npt.NDArray[np.void]:
     """One filled metadata row, shape [1]."""
     row = np.zeros(1, META_ROW)
-    row["room"], row["ticket"], row["token"], row["logprob"] = room, ticket, token, logprob
+    row["room"], row["ticket"], row["token"], row["logprob"], row["top"] = room, ticket, token, logprob, len(top)
+    for i, (likely, value) in enumerate(top):
+        row["top_ids"][0, i], row["top_logprobs"][0, i] = likely, value
     return row
+
+
+def first_token(row: np.void) -> tuple[int, float, list[tuple[int, float]]]:
+    """A row's token, its log-probability, and the likeliest tokens with theirs."""
+    count = min(int(row["top"]), MAX_TOP_LOGPROBS)
+    top = list(zip(row["top_ids"][:count].tolist(), row["top_logprobs"][:count].tolist(), strict=True))
+    return int(row["token"]), float(row["logprob"]), top

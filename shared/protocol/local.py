@@ -116,6 +116,8 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finish: FinishReason | None = None
     error: EngineError | None = None
     handover: Handover | None = None
+    top: list[list[tuple[int, float]]] = []
+    """For each token the likeliest ones with their log-probabilities, where that was asked for."""
 
 
 class Outputs(LocalMessage, frozen=True):

@@ -91,6 +91,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    top_logprobs: int = 0
+    """So many of the likeliest tokens are told with each; at most 20."""
     logit_bias: list[tuple[int, float]] = []
     banned: list[int] = []
     """Tokens that may not be drawn before position ``banned_before`` of the sequence (min_tokens)."""

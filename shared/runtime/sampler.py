@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shared.kv.layout import MAX_TOP_LOGPROBS, TopLogprobs
 from shared.protocol.messages import Sampling
 
 GREEDY_BELOW = 1e-5
@@ -22,6 +23,7 @@ class Sampled(NamedTuple):
 
     token: int
     logprob: float
+    top: TopLogprobs = ()
 
 
 class History(NamedTuple):
@@ -58,8 +60,19 @@ def sample(
         else:
             tokens[i] = draw(row, how, uniform(how.seed, choices[i], positions[i]))
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
-    logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-    return [Sampled(*pair) for pair in zip(tokens, logprobs, strict=True)]
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, chosen)[:, 0].tolist()
+    return [
+        Sampled(token, logprob, _likeliest(logprobs[i], how.top_logprobs))
+        for i, (token, logprob, how) in enumerate(zip(tokens, own, sampling, strict=True))
+    ]
+
+
+def _likeliest(logprobs: torch.Tensor, count: int) -> TopLogprobs:
+    if not count:
+        return ()
+    values, ids = logprobs.topk(min(count, MAX_TOP_LOGPROBS, len(logprobs)))
+    return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def adjusted(logits: Floats, how: Sampling, position: int, history: History | None) -> Floats:

@@ -52,6 +52,11 @@ class TransferEngine(Protocol):
         """
         ...
 
+    def contact(self, session: str) -> None:
+        """Meet that session's host, so that a later ``submit`` has not to: writes nothing. Blocks for as long as the
+        host stands still. Raises TransferFailed if it is not there, ValueError without a registered source."""
+        ...
+
     def submit(self, session: str, blocks: Blocks) -> Batch:
         """Start writing; does not wait for the data. Waits for room while too many blocks are outstanding.
 

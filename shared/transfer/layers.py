@@ -106,16 +106,16 @@ class Context:
 
     def send(self, regions: npt.NDArray[np.intp], ready: Wait, open_engine: Open, session: str) -> None:
         """In the worker: wait until these regions' rows are there, then submit them, each at most once (S15)."""
-        regions = regions[self._left[regions]]
-        self._left[regions] = False
-        if self.outgoing.halted or self.outgoing.error is not None or not len(regions):
+        if self.outgoing.halted or self.outgoing.error is not None:
             return
-        try:
-            ready()
+        try:  # whatever goes wrong here must be heard at the end: nobody waits for this call
+            regions = regions[self._left[regions]]
+            if len(regions):
+                ready()
+                self.outgoing.submit(open_engine, session, self._pairing.blocks(self._runs, regions))
+                self._left[regions] = False
         except Exception as error:
             self.outgoing.error = error
-            return
-        self.outgoing.submit(open_engine, session, self._pairing.blocks(self._runs, regions))
 
     def sweep(self, ready: Wait, open_engine: Open, session: str) -> None:
         """In the worker, once the forward has ended: all that no layer's end has sent, in one submit (S22)."""

@@ -116,6 +116,13 @@ class MemoryEngine:
             raise TransferFailed(f"cannot register {length_bytes} bytes at {base:#x}: they overlap a region")
         self._regions.append((base, length_bytes))
 
+    def contact(self, session: str) -> None:
+        self._alive()
+        if not self._regions:
+            raise ValueError("no source is registered")
+        if session not in self._network.engines:
+            raise TransferFailed(f"{session} is not there")
+
     def submit(self, session: str, blocks: Blocks) -> Batch:
         self._alive()
         if not len(blocks) or not len(blocks.src) == len(blocks.dst) == len(blocks.length):

@@ -100,17 +100,29 @@ class MooncakeEngine:
         self._ends.insert(at, base + length_bytes)
         self._in_order.append(base)
 
+    def contact(self, session: str) -> None:
+        """A write of no bytes: it makes the handshake, and unlike the library's other calls that do, lets other threads
+        run meanwhile."""
+        engine = self._alive()
+        if not self._starts:
+            raise ValueError("no source is registered")
+        handle = engine.transfer_submit_write(session, self._starts[0], 0, 0)
+        while handle and (state := engine.transfer_check_status(handle)) == 0:
+            time.sleep(MAX_POLL_S)
+        if not handle or state != 1:
+            raise TransferFailed(f"Mooncake cannot reach {session}: is that engine still there?")
+
     def submit(self, session: str, blocks: Blocks) -> Batch:
         self._alive()
         self._check(blocks)
-        if session in self._stalled:
-            raise TransferFailed(f"{session} has stalled, and what it was sent is still queued: retire this engine")
+        self._check_stalled(session)
         src, dst, length = blocks.src.tolist(), blocks.dst.tolist(), blocks.length.tolist()
         parts = []
         for start in range(0, len(src), PART_BLOCKS):
             part = slice(start, start + PART_BLOCKS)
             while sum(p.blocks for p in self._moving) > MAX_OUTSTANDING - PART_BLOCKS:
                 self._finish(self._moving[0])
+                self._check_stalled(session)
             parts.append(self._start(session, src[part], dst[part], length[part]))
         batch = Batch(next(self._ids))
         self._batches[batch] = parts
@@ -121,7 +133,7 @@ class MooncakeEngine:
         if parts is None:
             raise ValueError(f"batch {batch} is unknown, or was waited for already")
         for at, part in enumerate(parts):
-            if part.ok is None:
+            if part.ok is None and part.session not in self._stalled:  # else its turn to fail comes minutes later
                 self._finish(part)
             if not part.ok:  # to wait for the others too could take a time-out for each of their blocks
                 self._moving = deque(moving for moving in self._moving if moving not in parts)
@@ -144,6 +156,10 @@ class MooncakeEngine:
         if self._engine is None:
             raise ValueError(f"engine {self.session} is retired")
         return self._engine
+
+    def _check_stalled(self, session: str) -> None:
+        if session in self._stalled:
+            raise TransferFailed(f"{session} has stalled, and what it was sent is still queued: retire this engine")
 
     def _check(self, blocks: Blocks) -> None:
         """The library copies whatever is mapped, takes empty blocks for done, and reads shorter lists to their end."""

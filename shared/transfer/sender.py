@@ -45,6 +45,10 @@ class PeerSender:
         self._thread = threading.Thread(target=self._work, name=f"send-{name}", daemon=True)
         self._thread.start()
 
+    def contact(self) -> "asyncio.Future[None]":
+        """Done when the session's host has answered; the future raises TransferFailed."""
+        return self._put(lambda: self._open().contact(self._session))
+
     def send(self, batches: Sequence[Blocks], digest: Callable[[], int] | None = None) -> "asyncio.Future[SendResult]":
         """Write each batch after the one before has landed, then compute ``digest``. The future raises TransferFailed
         or ValueError."""

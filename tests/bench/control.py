@@ -23,7 +23,7 @@ from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.codec import Codec
-from shared.protocol.local import Generate
+from shared.protocol.local import Generate, Output
 from shared.signal.outbox import Outbox
 from shared.signal.zmq_channel import open_channel
 from shared.transfer.mooncake_engine import MooncakeEngine
@@ -35,6 +35,7 @@ LAYOUT = Layout(PAGE_SIZE, tuple(Buffer("kv", layer, (2, 3, 64), "bfloat16") for
 TOKENS, PAGES = 512, 4096
 FINGERPRINT = LAYOUT.fingerprint()
 HANDOVERS = 4000
+SENT_BYTES = TOKENS // PAGE_SIZE * LAYERS * ITEM_BYTES + META_ROW.itemsize
 
 
 def _memory(slots: int) -> list[m.Region]:
@@ -51,17 +52,19 @@ async def _prefill(pipe: Connection) -> None:
         for effect in effects:
             if isinstance(effect, p.Send):
                 outbox.send(effect.address, effect.message)
+            elif isinstance(effect, p.OpenSender):
+                handoff.met(effect.sender)
             elif isinstance(effect, p.Stream):
                 effect.pairing.blocks(effect.runs)  # the addresses of all layers
             elif isinstance(effect, p.Finish):
-                do(handoff.written(effect.key, 1, 0.001, None, time.monotonic()))
+                do(handoff.written(effect.key, SENT_BYTES, 0.001, None, time.monotonic()))
 
     def on_message(message: m.ToPrefill) -> None:
         do(handoff.on_message(message, time.monotonic()))
         pieces, effects = handoff.next_forward(TOKENS, 16, time.monotonic())
         do(effects)
         if pieces:
-            do(handoff.computed([(1, 0.0)] * len(pieces), time.monotonic()))
+            do(handoff.computed([(1, 0.0, ())] * len(pieces), time.monotonic()))
 
     channel = await open_channel("tcp://127.0.0.1:0", Codec[m.ToPrefill](m.ToPrefill), on_message, name="control")
     outbox = Outbox(channel, lambda address: None)
@@ -115,7 +118,7 @@ async def handovers(window: int) -> float:
                     intake.peers.session_ready(peer, registration, "nowhere:1")
                 case d.Prebuild(request):
                     intake.prebuilt(request)
-                    do(intake.finish(request, [1], [0.0], "stop", time.monotonic()))
+                    do(intake.finish(Output(request, [1], [0.0], "stop"), time.monotonic()))
                 case d.Ended():
                     ended += 1
                     if started < HANDOVERS:

@@ -9,7 +9,7 @@ from decode_svc.peers import LOST_S, RETRY_GRACE_S, PeerState
 from shared.errors import Unavailable
 from shared.ids import Epoch, RequestId, Room, Ticket
 from shared.protocol import messages as m
-from shared.protocol.local import Generate
+from shared.protocol.local import Generate, Output
 from shared.protocol.machine import LeaseState, RequestState
 from tests.decode.rig import FIRST, ME, P0, P1, Rig, endings, fenced, messages
 
@@ -28,7 +28,7 @@ def test_one_request_from_submit_to_finish() -> None:
     assert rig.slots.free_slots == 3
     assert rig.state("r") is RequestState.RUNNING
     assert rig.intake.pages_of(RequestId("r")).tolist() == [1, 2]
-    assert endings(list(rig.intake.finish(RequestId("r"), [5], [0.0], "stop", rig.now_s))) == [("finished", "")]
+    assert endings(list(rig.intake.finish(Output(RequestId("r"), [5], [0.0], "stop"), rig.now_s))) == [("finished", "")]
     rig.intake.check_integrity()
     assert (rig.pages.free_pages, rig.intake.leases.open, rig.intake.requests) == (15, {}, {})
 

@@ -5,6 +5,7 @@ from decode_svc.leases import CROWDED_S, QUARANTINE_S
 from decode_svc.peers import GRACE_S
 from shared.ids import PeerAddress, RequestId, Room, Ticket
 from shared.protocol import messages as m
+from shared.protocol.local import Output
 from shared.protocol.machine import RequestState
 from tests.decode.rig import FIRST, ME, P0, P1, Rig, endings, fenced, messages
 
@@ -101,7 +102,7 @@ def test_a6_without_a_prefill_decode_computes_by_itself_where_it_is_told_to() ->
     rig.now_s += 100
     assert endings(list(rig.intake.tick(rig.now_s, {RequestId("r")}))) == []  # a forward holds its pages
     rig.intake.computed(RequestId("r"))
-    assert endings(list(rig.intake.finish(RequestId("r"), [5], [0.0], "stop", rig.now_s))) == [("finished", "")]
+    assert endings(list(rig.intake.finish(Output(RequestId("r"), [5], [0.0], "stop"), rig.now_s))) == [("finished", "")]
     rig.intake.check_integrity()
     assert rig.pages.free_pages == 15
 

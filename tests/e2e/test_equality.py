@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.conftest import PAGE_SIZE
 from tests.pair import Client, Forks, Pair, start_pair
@@ -163,3 +164,32 @@ async def test_penalties_change_a_sampled_answer_and_stay_reproducible(pair: Pai
     again = await complete(pair.client, "tiny", prompt_of(30, 5), 30, **body)
     plain = await complete(pair.client, "tiny", prompt_of(30, 5), 30, temperature=1.0, seed=5)
     assert first["token_ids"] == again["token_ids"] != plain["token_ids"]
+
+
+async def test_logprobs_are_the_models_own_on_both_sides_of_the_hand_over(
+    pair: Pair, tiny_reference: Reference
+) -> None:
+    """Also the likeliest tokens of the first one, which cross in the metadata row."""
+    prompt = prompt_of(40, 6)
+    status, answer = await pair.client.post(
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 5,
+            "temperature": 0,
+            "logprobs": 20,
+            "return_token_ids": True,
+        },
+    )
+    assert status == 200
+    choice = answer["choices"][0]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + choice["token_ids"]])
+        logprobs = tiny_reference.model(ids).logits[0].log_softmax(-1)
+    for i, token in enumerate(choice["token_ids"]):
+        row = logprobs[len(prompt) - 1 + i]
+        assert choice["logprobs"]["token_logprobs"][i] == pytest.approx(float(row[token]), abs=1e-4)
+        shown = sorted(choice["logprobs"]["top_logprobs"][i].values(), reverse=True)
+        assert shown[0] == pytest.approx(float(row.max()), abs=1e-4)
+        assert len(shown) > 1

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.kv.layout import META_ROW
 from tests.e2e.conftest import PAGE_SIZE
 from tests.pair import Client, Forks, Pair, Service, start_pair
 from tests.tiny_models import save_tiny_llama
@@ -28,7 +29,9 @@ async def test_the_bytes_cross_between_two_processes_over_mooncake(pair: Pair) -
             assert status == 200
         await pair.check_books()
         pages = 1 + 1 + 2 + 7
-        assert await prefill.metric("handoff_transfer_bytes_total") - before == pages * page_bytes + 4 * 64
+        assert (
+            await prefill.metric("handoff_transfer_bytes_total") - before == pages * page_bytes + 4 * META_ROW.itemsize
+        )
         assert await pair.client.metric("handoff_transfer_bytes_total") - seen == pages * page_bytes
 
     engines = [pair.prefill.engine(), pair.decode.engine()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shared.kv.layout import META_ROW
 from tests.e2e.test_equality import check, prompt_of
 from tests.e2e.test_kill_and_freeze import REGISTERED, noticed, restart, until
 from tests.load import Load, cases
@@ -237,7 +238,7 @@ async def test_a31_s32_s33_figures_are_of_what_happened(forks: Forks, tmp_path: 
         _, info = await prefill.get("/server_info")
         page_bytes = info["capacity"]["kv_bytes_per_token"] * 16
         pages = 3 + 3 + 15
-        assert await prefill.metric("handoff_transfer_bytes_total") == pages * page_bytes + 3 * 64
+        assert await prefill.metric("handoff_transfer_bytes_total") == pages * page_bytes + 3 * META_ROW.itemsize
         assert await prefill.metric("handoff_transfer_size_bytes_count") == 3
         assert await pair.client.metric("handoff_transfer_bytes_total") == pages * page_bytes
         ended = {

@@ -222,11 +222,6 @@ async def test_unsupported_options_are_refused_by_name_and_their_defaults_taken(
 OPTIONS: list[tuple[str, Any]] = [
     ("n", 2),
     ("n", True),
-    ("logprobs", True),
-    ("logprobs", 0),
-    ("top_logprobs", 5),
-    ("top_logprobs", -1),
-    ("top_logprobs", 10**6),
     ("echo", True),
     ("best_of", 3),
     ("response_format", {"type": "json_object"}),
@@ -267,3 +262,23 @@ async def test_both_limits_of_a_chat(engine: FakeEngine, http: Http) -> None:
     body = CHAT | {"max_completion_tokens": 0}
     await refusal(engine, http, path, body, 400, "invalid_value", "max_completion_tokens")
     assert (await http.post(path, CHAT | {"max_tokens": 3, "max_completion_tokens": 3}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "code"),
+    [
+        ("/v1/completions", "logprobs", 21, "invalid_value"),
+        ("/v1/completions", "logprobs", -1, "invalid_value"),
+        ("/v1/completions", "logprobs", True, "invalid_type"),
+        ("/v1/chat/completions", "logprobs", 3, "invalid_type"),
+        ("/v1/chat/completions", "top_logprobs", 21, "invalid_value"),
+        ("/v1/chat/completions", "top_logprobs", -1, "invalid_value"),
+        ("/v1/chat/completions", "top_logprobs", 10**6, "invalid_value"),
+        ("/v1/chat/completions", "top_logprobs", "5", "invalid_type"),
+        ("/v1/chat/completions", "top_logprobs", 5, "invalid_value"),  # without logprobs
+    ],
+)
+async def test_a7_logprobs_out_of_range(
+    engine: FakeEngine, http: Http, path: str, field: str, value: Any, code: str
+) -> None:
+    await refusal(engine, http, path, PATHS[path] | {field: value}, 400, code, field)

@@ -39,4 +39,4 @@ def test_a_taken_row_is_clean_and_integrity_names_owners() -> None:
     slots.free(slot)
     assert slots.take() == slot
     assert slots.rows[slot]["room"] == 0
-    assert META_ROW.itemsize == 64
+    assert META_ROW.itemsize == 256

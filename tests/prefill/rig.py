@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from prefill_svc.effects import Send
+from prefill_svc.effects import Send, SenderId
 from prefill_svc.handoff import Handoff
 from prefill_svc.peers import DecodePeers
 from prefill_svc.scheduler import Piece
 from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId, Room, Ticket
-from shared.kv.layout import Buffer, Layout
+from shared.kv.layout import META_ROW, Buffer, Layout
 from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
@@ -24,11 +24,17 @@ SAMPLING = m.Sampling(seed=1)
 
 def regions(base: int, items: int) -> list[m.Region]:
     kv = [m.Region("kv", layer, base + layer * 10_000, 8, items) for layer in (0, 1)]
-    return [*kv, m.Region("meta", 0, base + 50_000, 64, 4)]
+    return [*kv, m.Region("meta", 0, base + 50_000, META_ROW.itemsize, 4)]
 
 
-def register(epoch: Epoch = DECODE, registration: int = 1, **changed: str) -> m.Register:
-    return m.Register(epoch, Epoch(0), REPLY, registration, "host:1", FINGERPRINT | changed, regions(1_000_000, 50))
+def register(epoch: Epoch = DECODE, registration: int = 1, reply_to: str = REPLY, **changed: str) -> m.Register:
+    return m.Register(
+        epoch, Epoch(0), PeerAddress(reply_to), registration, "host:1", FINGERPRINT | changed, regions(1_000_000, 50)
+    )
+
+
+WHOLE = 32 + META_ROW.itemsize
+"""Bytes of a prompt of two pages, with its row."""
 
 
 class Rig:
@@ -60,6 +66,7 @@ class Rig:
             ranks=ranks,
         )
         self.registered = self.take(register())
+        self.handoff.met(SenderId(DECODE, 1))
 
     def take(self, message: m.ToPrefill) -> list[Any]:
         effects = list(self.handoff.on_message(message, self.now_s))
@@ -105,7 +112,7 @@ class Rig:
         return pieces
 
     def computed(self) -> list[Any]:
-        samples = [(7, -0.5) if p.last else None for p in self.handoff._forward]
+        samples = [(7, -0.5, ()) if p.last else None for p in self.handoff._forward]
         effects = list(self.handoff.computed(samples, self.now_s))
         self.handoff.check_integrity()
         return effects

@@ -10,8 +10,9 @@ from prefill_svc.peers import LOST_S, RETIRED_KEPT, Retired
 from prefill_svc.scheduler import Waiting, pack
 from shared.errors import MessageError
 from shared.ids import AttemptKey, Epoch, Room, Ticket
+from shared.kv.layout import META_ROW
 from shared.protocol import messages as m
-from tests.prefill.rig import DECODE, FINGERPRINT, ME, REPLY, Rig, regions, register, sent
+from tests.prefill.rig import DECODE, FINGERPRINT, ME, REPLY, WHOLE, Rig, regions, register, sent
 
 
 def test_one_attempt_from_prefill_to_ack() -> None:
@@ -24,8 +25,8 @@ def test_one_attempt_from_prefill_to_ack() -> None:
     kv, row = write.batches
     assert kv.dst.tolist() == [1_000_000 + 20 * 8, 1_010_000 + 20 * 8]
     assert kv.length.tolist() == [16, 16]
-    assert (row.dst.tolist(), row.length.tolist()) == ([1_050_000 + 2 * 64], [64])
-    effects = list(rig.handoff.written(rig.key(1), 96, 0.01, None, 101.0))
+    assert (row.dst.tolist(), row.length.tolist()) == ([1_050_000 + 2 * META_ROW.itemsize], [META_ROW.itemsize])
+    effects = list(rig.handoff.written(rig.key(1), WHOLE, 0.01, None, 101.0))
     (done,) = sent(effects, m.Completed)
     assert isinstance(done, m.Completed)
     assert done.parts == [m.Coverage(0, m.pack_int32([0, 1]), {"kv": 32}, write_s=0.01)]
@@ -83,7 +84,7 @@ def test_s31_an_aborted_attempt_is_acknowledged_only_when_its_writes_have_ended(
     rig.computed()
     assert rig.abort(2) == []  # writing
     assert rig.pages.free_pages == 9
-    assert len(sent(list(rig.handoff.written(rig.key(2), 96, 0.1, None, 101.0)), m.AbortAck)) == 1
+    assert len(sent(list(rig.handoff.written(rig.key(2), WHOLE, 0.1, None, 101.0)), m.AbortAck)) == 1
     rig.prefill(3)
     assert len(sent(rig.abort(3), m.AbortAck)) == 1  # queued: nothing runs
     assert rig.pages.free_pages == 11
@@ -136,7 +137,7 @@ def test_s30_a_result_is_repeated_until_it_is_acknowledged() -> None:
     rig.prefill(1)
     rig.forward()
     rig.computed()
-    rig.handoff.written(rig.key(1), 96, 0.1, None, 101.0)
+    rig.handoff.written(rig.key(1), WHOLE, 0.1, None, 101.0)
     for now_s in (102.5, 104.0):
         rig.take(m.Heartbeat(DECODE, ME, REPLY, 1, 1, 1, 0, False, b""))
         assert len(sent(list(rig.handoff.tick(False, now_s)), m.Completed)) == 1
@@ -233,7 +234,7 @@ def test_a_prompt_waits_for_pages_and_those_behind_it_wait_too() -> None:
     assert [p.key.ticket for p in rig.forward()] == [1]
     rig.computed()
     assert not rig.forward()
-    rig.handoff.written(rig.key(1), 1, 0.1, None, 101.0)
+    rig.handoff.written(rig.key(1), 64 + META_ROW.itemsize, 0.1, None, 101.0)
     assert [p.key.ticket for p in rig.forward()] == [2, 3]
 
 

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefill_svc.effects import Drain, Drop, Effect, Finish, Halt, Stream, Sweep, Write
-from shared.ids import Room, Ticket
+from prefill_svc.effects import Drain, Drop, Effect, Finish, Halt, SenderId, Stream, Sweep, Write
+from shared.ids import Epoch, Room, Ticket
+from shared.kv.layout import META_ROW
 from shared.protocol import messages as m
 from shared.protocol.machine import SenderState
-from tests.prefill.rig import DECODE, ME, Rig, sent
+from tests.prefill.rig import DECODE, ME, WHOLE, Rig, register, sent
 
 
 def forward(rig: Rig, budget: int = 100) -> list[Any]:
@@ -23,7 +24,7 @@ def kinds(effects: list[Effect]) -> list[type]:
 
 
 def written(rig: Rig, ticket: int = 1) -> list[Any]:
-    return list(rig.handoff.written(rig.key(ticket), 96, 0.01, None, rig.now_s))
+    return list(rig.handoff.written(rig.key(ticket), WHOLE, 0.01, None, rig.now_s))
 
 
 def pairs(stream: Stream) -> list[tuple[int, int]]:
@@ -42,7 +43,7 @@ def test_one_chunk_from_stream_to_completion() -> None:
     assert (stream.chunk, pairs(stream)) == (0, [(1, 20), (2, 21)])
     (finish,) = rig.computed()
     assert isinstance(finish, Finish)
-    assert (finish.chunk, finish.row.length.tolist()) == (0, [64])
+    assert (finish.chunk, finish.row.length.tolist()) == (0, [META_ROW.itemsize])
     (done,) = sent(written(rig), m.Completed)
     assert done.parts[0].bytes_by_component == {"kv": 32}
     assert rig.pages.free_pages == 11
@@ -92,8 +93,9 @@ def test_s11_s14_a_last_chunk_in_which_a_rank_owns_nothing_still_sends_the_row()
     assert forward(rig) == []
     (finish,) = rig.computed()
     assert isinstance(finish, Finish)
-    assert finish.row.length.tolist() == [64]
-    (done,) = sent(written(rig), m.Completed)
+    assert finish.row.length.tolist() == [META_ROW.itemsize]
+    effects = list(rig.handoff.written(rig.key(1), META_ROW.itemsize, 0.01, None, rig.now_s))
+    (done,) = sent(effects, m.Completed)
     assert done.parts == [m.Coverage(2, b"", {"kv": 0}, write_s=0.01)]
 
 
@@ -192,3 +194,41 @@ def test_s24_a_rest_that_does_not_land_in_time_is_given_up_and_its_pages_stay_he
     assert rig.pages.free_pages == 11
     rig.take(m.Ack(DECODE, ME, Room(9), Ticket(1)))
     assert not rig.handoff.senders
+
+
+@pytest.mark.parametrize("sent_bytes", [0, WHOLE - 8, WHOLE + 8])
+def test_s67_what_was_written_must_be_what_was_meant_to_be(sent_bytes: int) -> None:
+    """A completion is proof of bytes, so a wrong sum is a failed transfer."""
+    rig = Rig(layerwise=True)
+    rig.prefill(1)
+    forward(rig)
+    rig.computed()
+    effects = list(rig.handoff.written(rig.key(1), sent_bytes, 0.01, None, rig.now_s))
+    assert kinds(effects) == [Drain]
+    (failed,) = sent(list(rig.handoff.drained(rig.key(1), rig.now_s)), m.Failed)
+    assert (failed.code, failed.clean) == ("transfer_failed", False)
+
+
+def test_a5_the_first_reason_stays() -> None:
+    rig = Rig(layerwise=True)
+    rig.prefill(1)
+    forward(rig)
+    rig.stop("r1")
+    rig.handoff.compute_failed(RuntimeError("boom"), rig.now_s)
+    (failed,) = sent(written(rig), m.Failed)
+    assert (failed.code, failed.retryable) == ("aborted", True)
+
+
+def test_prompts_of_a_host_that_has_not_answered_yet_hold_no_pages_and_delay_no_other() -> None:
+    rig = Rig(layerwise=True)
+    rig.take(register(Epoch(51), reply_to="tcp://127.0.0.1:2"))
+    rig.prefill(1, epoch=Epoch(51))
+    rig.prefill(2)
+    (stream,) = forward(rig)
+    assert stream.key.ticket == 2
+    rig.computed()
+    assert rig.pages.free_pages == 9
+    rig.handoff.met(SenderId(Epoch(51), 1))
+    (stream,) = forward(rig)
+    assert stream.key.decode_epoch == 51
+    rig.handoff.met(SenderId(Epoch(99), 1))  # gone meanwhile: nothing

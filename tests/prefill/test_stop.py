@@ -5,7 +5,7 @@ from typing import Any
 from prefill_svc.effects import Drain, Write
 from shared.ids import Room, Ticket
 from shared.protocol import messages as m
-from tests.prefill.rig import DECODE, ME, Rig, sent
+from tests.prefill.rig import DECODE, ME, WHOLE, Rig, sent
 
 
 def given_up(effects: list[Any]) -> list[Any]:
@@ -65,7 +65,7 @@ def test_one_that_writes_is_failed_after_its_last_byte() -> None:
     rig.forward()
     rig.computed()
     assert given_up(rig.stop("r1"))
-    (failed,) = sent(list(rig.handoff.written(rig.key(1), 96, 0.01, None, rig.now_s)), m.Failed)
+    (failed,) = sent(list(rig.handoff.written(rig.key(1), WHOLE, 0.01, None, rig.now_s)), m.Failed)
     assert failed.clean
     assert (rig.pages.free_pages, rig.handoff.counts.bytes_sent) == (11, 0)
 
@@ -88,10 +88,10 @@ def test_what_is_announced_stays_so_and_others_go_on() -> None:
         rig.prefill(ticket)
     rig.forward()
     rig.computed()
-    rig.handoff.written(rig.key(1), 96, 0.01, None, rig.now_s)
+    rig.handoff.written(rig.key(1), WHOLE, 0.01, None, rig.now_s)
     assert rig.stop("r1") == []
     assert rig.stop("nobody") == []
-    assert sent(list(rig.handoff.written(rig.key(2), 96, 0.01, None, rig.now_s)), m.Completed)
+    assert sent(list(rig.handoff.written(rig.key(2), WHOLE, 0.01, None, rig.now_s)), m.Completed)
 
 
 def test_a_digest_is_computed_of_the_pages_that_are_sent() -> None:
@@ -102,5 +102,5 @@ def test_a_digest_is_computed_of_the_pages_that_are_sent() -> None:
     assert isinstance(write, Write)
     assert write.digest is not None
     assert (write.digest.pages.tolist(), write.digest.positions.tolist(), write.digest.tokens) == ([1, 2], [0, 1], 6)
-    (done,) = sent(list(rig.handoff.written(rig.key(1), 96, 0.01, 99, rig.now_s)), m.Completed)
+    (done,) = sent(list(rig.handoff.written(rig.key(1), WHOLE, 0.01, 99, rig.now_s)), m.Completed)
     assert done.parts[0].digest == 99

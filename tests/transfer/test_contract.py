@@ -150,3 +150,15 @@ def test_sessions_are_not_reused(make: MakeEngine) -> None:
         sessions.add(engine.session)
         engine.retire()
     assert len(sessions) == 12
+
+
+def test_contact_writes_nothing_and_says_whether_anybody_is_there(make: MakeEngine) -> None:
+    source, target = memory(256, seed=1), memory(256)
+    sender, receiver = joined(make, source, target)
+    for _ in range(2):
+        sender.contact(receiver.session)
+    assert not target.any()
+    with pytest.raises(TransferFailed):
+        sender.contact("127.0.0.1:1")
+    with pytest.raises(ValueError, match="no source"):
+        make().contact(receiver.session)

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
+from shared.errors import TransferFailed
+from shared.transfer.layers import Outgoing
 from shared.transfer.mooncake_engine import MooncakeEngine
 from shared.transfer.sender import PeerSender
 from tests.transfer.peers import Peer, peer, receive, write_for_ever
@@ -131,3 +133,24 @@ async def test_a_peer_that_is_ill_at_first_contact_delays_no_other(ill: str) -> 
         assert isinstance(ended, Exception) == (ill == "black hole")
         await free.close()
         await stuck.close()
+
+
+async def test_a_stalled_peer_fails_all_that_waits_for_it_at_once_not_one_after_the_other() -> None:
+    """Several attempts have submitted before the first of them is waited for, as layer-wise sending does."""
+    source = memory(8 << 20, seed=1)
+    with peer(receive, 8 << 20) as frozen:
+        session, base = frozen.hear()
+        sender = PeerSender(lambda: MooncakeEngine("127.0.0.1"), [(source.ctypes.data, source.nbytes)], session, "x")
+        await sender.send([blocks(source, base, [(0, 0, 1 << 20)])])
+        frozen.pause()
+        outgoings = [Outgoing() for _ in range(4)]
+        for outgoing in outgoings:
+            parts = blocks(source, base, [(i << 20, i << 20, 1 << 20) for i in range(8)])
+            sender.post(lambda open_engine, to, out=outgoing, parts=parts: out.submit(open_engine, to, parts))  # type: ignore[misc]
+        started_s = time.monotonic()
+        settled = [sender.settle(outgoing, None, None, None) for outgoing in outgoings]
+        ends = await asyncio.wait_for(asyncio.gather(*settled, return_exceptions=True), 40)
+        assert all(isinstance(end, TransferFailed) for end in ends), ends
+        await asyncio.wait_for(sender.drain(), 10)
+        assert time.monotonic() - started_s < 25  # one time-out without progress, not one for each
+        await sender.close()

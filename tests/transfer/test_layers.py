@@ -37,6 +37,9 @@ class Engine:
         self.submits.append(blocks)
         return Batch(len(self.submits))
 
+    def contact(self, session: str) -> None:
+        raise AssertionError
+
     def wait(self, batch: Batch) -> None:
         self.waits.append(batch)
         if batch == self.fail:
@@ -323,3 +326,23 @@ def test_a_layer_with_several_buffers_goes_with_all_of_them() -> None:
     """Keys of an indexer ride with their layer's group (S25)."""
     groups = LayerGroups([0, 1, 2, 3, 0, 2], 2)
     assert [groups.regions(group).tolist() for group in groups.groups] == [[0, 4, 1], [2, 5, 3]]
+
+
+def test_s67_addresses_that_cannot_be_made_fail_the_attempt_and_nothing_is_taken_for_sent() -> None:
+    """Whatever goes wrong in a group that nobody waits for is heard at the end."""
+    bench = Bench()
+    context = bench.context([1])
+
+    class NoMemory:
+        bases = context._pairing.bases
+
+        def blocks(self, *_: Any) -> Blocks:
+            raise MemoryError("no room for the addresses")
+
+    context._pairing = NoMemory()  # type: ignore[assignment]
+    step = bench.step(context)
+    for layer in range(16):
+        step.layer_end(layer)
+    with pytest.raises(MemoryError):
+        bench.finish(context)
+    assert not bench.engine.submits

@@ -22,7 +22,7 @@ from shared.kv.pages import PageAllocator
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.codec import Codec
-from shared.protocol.local import Generate
+from shared.protocol.local import Generate, Output
 from shared.transfer.engine import Blocks
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class DecodeNode:
 
     def finish(self, request_id: RequestId) -> None:
         self.check_content(request_id)
-        self.do(self.intake.finish(request_id, [1], [0.0], "stop", self.world.now_s))
+        self.do(self.intake.finish(Output(request_id, [1], [0.0], "stop"), self.world.now_s))
 
 
 class PrefillNode:
@@ -258,6 +258,7 @@ class PrefillNode:
                     self.world.post(address, message)
                 case p.OpenSender(sender, session):
                     self.sessions[sender] = session
+                    self.todo.append(lambda s=sender: self.handoff.met(s))  # type: ignore[misc]
                 case p.CloseSender(sender):
                     del self.sessions[sender]
                 case p.Write(sender, key, batches, of):
@@ -311,7 +312,7 @@ class PrefillNode:
         if not ok:
             self.do(self.handoff.compute_failed(RuntimeError("injected"), self.world.now_s))
             return
-        samples = [(int(self.handoff.senders[x.key].spec.tokens[0]), -0.5) if x.last else None for x in pieces]
+        samples = [(int(self.handoff.senders[x.key].spec.tokens[0]), -0.5, ()) if x.last else None for x in pieces]
         self.do(self.handoff.computed(samples, self.world.now_s))
 
     def _compute_layer(self, i: int) -> None:

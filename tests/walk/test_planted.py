@@ -17,6 +17,7 @@ from prefill_svc.handoff import Handoff
 from prefill_svc.peers import Retired
 from shared.errors import HandoffError
 from shared.ids import Epoch, Room, Ticket
+from shared.kv.layout import META_ROW
 from shared.protocol import messages as m
 from shared.protocol.machine import (
     LEASE,
@@ -116,6 +117,18 @@ def completed_before_written(patch: Patch) -> None:
     patch.setattr(Handoff, "computed", computed)
 
 
+def _claim_all_bytes(patch: Patch) -> None:
+    """The worker counts what should have been sent; else prefill itself sees that something is missing."""
+    real = Handoff.written
+
+    def written(self: Handoff, key: Any, sent_bytes: int, *rest: Any) -> Any:
+        pages = self._layout.pages_for(len(self.senders[key].tokens))
+        meant = pages * sum(self._layout.page_bytes_by_component().values()) + META_ROW.itemsize
+        return real(self, key, meant, *rest)
+
+    patch.setattr(Handoff, "written", written)
+
+
 def missing_layer(patch: Patch) -> None:
     """One layer is not sent, and the completion claims it all the same."""
     real = plan.Pairing.blocks
@@ -125,6 +138,7 @@ def missing_layer(patch: Patch) -> None:
         return real(self, runs, wanted[wanted < 2] if len(self.bases) > 1 else wanted)
 
     patch.setattr(plan.Pairing, "blocks", blocks)
+    _claim_all_bytes(patch)
 
 
 def truncated_page_list(patch: Patch) -> None:
@@ -136,6 +150,7 @@ def truncated_page_list(patch: Patch) -> None:
         return real(source[:keep], destination[:keep])
 
     patch.setattr(handoff_module, "runs_of", truncated)
+    _claim_all_bytes(patch)
 
 
 def destination_not_by_position(patch: Patch) -> None:
