@@ -34,6 +34,14 @@ Logprobs = Sequence[TokenLogprob] | None
 """Of the tokens since the last chunk; None: not asked for."""
 
 
+def _written(content: bytes) -> str:
+    """A token as the key of an object: a part of a character as OpenAI writes it, so that two parts stay two keys."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
 @dataclass(frozen=True)
 class CompletionShape:
     """The objects of one answer. ``with_usage``: chunks carry "usage", null in all but the last. ``with_tokens``: the
@@ -84,9 +92,9 @@ class CompletionShape:
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [_written(token.content) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{c.decode(errors="replace"): v for c, v in token.top} for token in tokens],
+            "top_logprobs": [{_written(content): value for content, value in token.top} for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
 

@@ -51,7 +51,7 @@ async def test_completion(engine: FakeEngine, http: Http, tokenizer: Any, count:
     assert engine.generates[-1].sampling.top_logprobs == count
     shown = answer["choices"][0]["logprobs"]
     assert answer["choices"][0]["text"] == "A€"
-    assert shown["tokens"][0] == "A"
+    assert shown["tokens"] == ["A", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
     assert shown["token_logprobs"] == [-token / 100 for token in tokens]
     assert shown["text_offset"] == [0, 1, 2, 3]
     assert shown["top_logprobs"][0] != {}
