@@ -30,6 +30,8 @@ def of_type(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         return st.lists(of_type(args[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*(of_type(arg) for arg in args))
     if origin is dict:
         return st.dictionaries(of_type(args[0]), of_type(args[1]), max_size=3)
     if origin is typing.Literal:
