@@ -5,28 +5,27 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from decode_svc.admission import answer_length, check_size, generate_message
+from decode_svc.answers import Answer, Job, Piece
 from decode_svc.openai import (
     COMPLETION_DEFAULT_TOKENS,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
-    answer_length,
     check_tokens,
-    generate_message,
     parse,
 )
-from decode_svc.shapes import ChatShape, CompletionShape, Logprobs, TokenLogprob, usage
-from decode_svc.text import Assembler, TextCodec
+from decode_svc.shapes import ChatShape, CompletionShape
+from decode_svc.text import TextCodec
 from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
 from shared.ids import RequestId
-from shared.ops.front import EngineClient, EngineFailure, Health, RequestStream
+from shared.ops.front import EngineClient, Health
 from shared.ops.http import (
     abort_target,
     base_app,
@@ -38,7 +37,8 @@ from shared.ops.http import (
     verdict_response,
 )
 from shared.ops.metrics import Registry
-from shared.protocol.local import FinishReason, Generate, Handover, ModelInfo, Output, Status
+from shared.ops.stream import EngineFailure
+from shared.protocol.local import Generate, Handover, ModelInfo, Status
 from shared.protocol.messages import Sampling, pack_int32
 
 log = logging.getLogger(__name__)
@@ -63,84 +63,6 @@ def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, regist
     app.router.add_get("/health_generate", front.health_generate)
     app.cleanup_ctx.append(front.text_thread)
     return app
-
-
-@dataclass(frozen=True)
-class Job:
-    """One checked request, and how its answer is to look."""
-
-    message: Generate
-    prompt_tokens: int
-    stops: Sequence[str]
-    shape: CompletionShape
-    logprobs: bool
-    arrived_s: float
-
-
-class Answer:
-    """A running job's text: outputs in, final pieces of text out, with its metrics on the way."""
-
-    def __init__(self, job: Job, stream: RequestStream, codec: TextCodec, registry: Registry, now: Callable[[], float]):
-        self.handover: Handover | None = None
-        self.token_ids: list[int] = []
-        """Those that count: up to the one that ended the answer."""
-        self._job, self._stream, self._registry, self._now = job, stream, registry, now
-        self._codec, self._text = codec, Assembler(codec, job.stops)
-        self._logprobs: list[TokenLogprob] = []
-        self._offset = 0
-        self._last_s: float | None = None
-
-    async def next(self) -> tuple[str, FinishReason | None]:
-        """The next piece, possibly empty; a finish reason on the last. Raises EngineFailure."""
-        output = await anext(self._stream)
-        before = self._text.tokens
-        text = self._text.feed(output.tokens, output.finish)
-        counted = self._text.tokens - before
-        self.token_ids += output.tokens[:counted]
-        if self._job.logprobs:
-            self._note(output, counted)
-        self._measure(counted, output.handover)
-        if self._text.stopped:
-            self._stream.stop()
-            return text, "stop"
-        return text, output.finish
-
-    def logprobs(self) -> Logprobs:
-        """Of the tokens that counted since the last call, where they were asked for."""
-        taken, self._logprobs = self._logprobs, []
-        return taken if self._job.logprobs else None
-
-    def _note(self, output: Output, counted: int) -> None:
-        of = self._codec.token_bytes
-        tops = output.top or [[]] * counted
-        for token, logprob, top in zip(output.tokens[:counted], output.logprobs, tops, strict=False):
-            noted = TokenLogprob(of(token), logprob, [(of(likely), value) for likely, value in top], self._offset)
-            self._offset += len(noted.text)
-            self._logprobs.append(noted)
-
-    def usage(self) -> dict[str, int]:
-        return usage(self._job.prompt_tokens, self._text.tokens)
-
-    def _measure(self, tokens: int, handover: Handover | None) -> None:
-        now_s, registry = self._now(), self._registry
-        if self._last_s is None:
-            registry.sample("handoff_time_to_first_token_seconds", now_s - self._job.arrived_s)
-            registry.count("handoff_prompt_tokens_total", self._job.prompt_tokens)
-        elif tokens:
-            registry.sample("handoff_inter_token_seconds", (now_s - self._last_s) / tokens)
-        registry.count("handoff_completion_tokens_total", tokens)
-        self._last_s = now_s
-        if handover is not None:
-            self.handover = handover
-            registry.sample("handoff_commit_seconds", handover.commit_s)
-            if handover.bytes_sent:
-                registry.count("handoff_transfer_bytes_total", handover.bytes_sent)
-                registry.sample("handoff_transfer_seconds", handover.slowest_write_s)
-                registry.sample("handoff_transfer_exposed_seconds", handover.timings.exposed_s)
-                registry.sample("handoff_transfer_size_bytes", handover.bytes_sent)
-                registry.sample(
-                    "handoff_goodput_bytes_per_second", handover.bytes_sent / max(handover.slowest_write_s, 1e-9)
-                )
 
 
 class DecodeFront:
@@ -213,26 +135,31 @@ class DecodeFront:
             return self._encode(text, False, "messages", context)
 
         ids = await self._on_text_thread(tokens)
-        message = self._message(request, body, ids, "messages", None)
-        shape = ChatShape(f"chatcmpl-{message.request}", *self._frame(body))
+        shape = ChatShape(f"chatcmpl-{request_id(request)}", *self._frame(body))
         return await self._answer(
-            request, body, Job(message, len(ids), body.stops, shape, body.logprob_count is not None, arrived_s)
+            request, body, shape, self._messages(request, body, [ids], "messages", None), arrived_s
         )
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
         body = await self._parse(request, CompletionRequest)
         context = self._admit(body)
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            ids = await self._on_text_thread(lambda: self._encode(prompt, True, "prompt", context))
-        else:
-            ids = body.token_ids()
-        message = self._message(request, body, ids, "prompt", COMPLETION_DEFAULT_TOKENS)
-        shape = CompletionShape(f"cmpl-{message.request}", *self._frame(body))
-        return await self._answer(
-            request, body, Job(message, len(ids), body.stops, shape, body.logprob_count is not None, arrived_s)
+        prompts = body.prompts()
+
+        def tokens() -> list[list[int]]:
+            return [self._encode(p, True, "prompt", context) if isinstance(p, str) else p for p in prompts]
+
+        texts = any(isinstance(prompt, str) for prompt in prompts)
+        messages = self._messages(
+            request,
+            body,
+            await self._on_text_thread(tokens) if texts else tokens(),
+            "prompt",
+            COMPLETION_DEFAULT_TOKENS,
         )
+        echoes = [p if isinstance(p, str) else self._codec.decode(p) for p in prompts] if body.echo else None
+        shape = CompletionShape(f"cmpl-{request_id(request)}", *self._frame(body))
+        return await self._answer(request, body, shape, messages, arrived_s, echoes)
 
     # before the engine
 
@@ -266,61 +193,75 @@ class DecodeFront:
             raise RequestError(message, param=field, code="context_length_exceeded")
         return self._codec.encode(text, add_special_tokens)
 
-    def _message(
-        self, request: web.Request, body: CommonRequest, ids: list[int], field: str, default_tokens: int | None
-    ) -> Generate:
-        """What the engine gets, if prompt and answer fit here and in a prefill that is there now."""
-        if not ids:
-            raise RequestError(f"{field}: no tokens in it", param=field, code="invalid_value")
-        info = self._engine.require()
-        max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), field)
-        check_tokens(ids, field, info.vocab_size)
-        message = generate_message(body, RequestId(request_id(request)), ids, max_tokens, info)
+    def _messages(
+        self,
+        request: web.Request,
+        body: CommonRequest,
+        prompts: Sequence[Sequence[int]],
+        field: str,
+        default_tokens: int | None,
+    ) -> list[Generate]:
+        """What the engine gets, one request a prompt, if each fits here and in a prefill that is there now."""
+        info, name = self._engine.require(), request_id(request)
+        messages = []
+        for index, ids in enumerate(prompts):
+            if not ids:
+                raise RequestError(f"{field}: no tokens in it", param=field, code="invalid_value")
+            max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), field)
+            check_tokens(ids, field, info.vocab_size)
+            check_size(body, len(ids), max_tokens, info)
+            own_id = RequestId(f"{name}.{index}" if index else name)
+            messages.append(generate_message(body, own_id, ids, max_tokens, info))
         capacity = _prefill_capacity(self._engine.status, self._config)
-        if capacity and len(ids) > capacity:
-            problem = f"{field}: {len(ids)} tokens; the largest prefill service takes {capacity}"
+        longest = max(map(len, prompts))
+        if capacity and longest > capacity:
+            problem = f"{field}: {longest} tokens; the largest prefill service takes {capacity}"
             raise RequestError(problem, param=field, code="prefill_capacity_exceeded")
-        return message
+        return messages
 
     # through the engine
 
-    async def _answer(self, request: web.Request, body: CommonRequest, job: Job) -> web.StreamResponse:
-        with self._engine.generate(job.message, client_id(request)) as stream:
+    async def _answer(
+        self,
+        request: web.Request,
+        body: CommonRequest,
+        shape: CompletionShape,
+        messages: Sequence[Generate],
+        arrived_s: float,
+        echoes: Sequence[str] | None = None,
+    ) -> web.StreamResponse:
+        job = Job(messages, body.stops, body.logprob_count is not None, body.prompt_logprobs, arrived_s, echoes)
+        with self._engine.generate(*messages, client_id=client_id(request)) as stream:
             answer = Answer(job, stream, self._codec, self._registry, self._engine.clock)
-            text, finish = await answer.next()  # a failure before the first token is still an HTTP status
+            piece = await answer.next()  # a failure before the first token is still an HTTP status
             headers = _timing_headers(answer.handover)
             if body.stream:
-                return await _streamed(request, job.shape, answer, text, finish, headers)
-            pieces = [text]
-            while finish is None:
-                text, finish = await answer.next()
-                pieces.append(text)
-            whole = job.shape.whole("".join(pieces), finish, answer.usage(), answer.token_ids, answer.logprobs())
-            return json_response(whole, headers=headers)
+                return await _streamed(request, shape, answer, piece, headers)
+            while piece is not None:
+                piece.choice.pieces.append(piece.text)
+                piece = await answer.next()
+            finished = [choice.finished() for choice in answer.choices]
+            return json_response(shape.whole(finished, answer.usage()), headers=headers)
 
 
 async def _streamed(
-    request: web.Request,
-    shape: CompletionShape,
-    answer: Answer,
-    text: str,
-    finish: FinishReason | None,
-    headers: dict[str, str],
+    request: web.Request, shape: CompletionShape, answer: Answer, piece: Piece | None, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Server-sent events. Once the head is out, a failure is an error event: never a finish reason."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     try:
         await response.prepare(request)
-        for chunk in shape.opening():
-            await response.write(_event(chunk))
+        for choice in answer.choices:
+            for chunk in shape.opening(choice.index):
+                await response.write(_event(chunk))
         try:
-            while True:
-                if text:
-                    await response.write(_event(shape.piece(text, answer.logprobs())))
-                if finish is not None:
-                    break
-                text, finish = await answer.next()
-            await response.write(_event(shape.ending(finish, answer.logprobs())))
+            while piece is not None:
+                choice = piece.choice
+                if piece.text:
+                    await response.write(_event(shape.piece(choice.index, piece.text, choice.logprobs())))
+                if piece.finish is not None:
+                    await response.write(_event(shape.ending(choice.index, piece.finish, choice.logprobs())))
+                piece = await answer.next()
             if shape.with_usage:
                 await response.write(_event(shape.total(answer.usage())))
         except EngineFailure as error:

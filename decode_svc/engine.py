@@ -14,6 +14,7 @@ import numpy as np
 from decode_svc.effects import Compute, Effect, Ended, Fence, OpenSession, Prebuild, Send, Up, Verify
 from decode_svc.intake import Intake
 from decode_svc.local import Chunk, LocalPrefills
+from decode_svc.meters import measure
 from decode_svc.peers import PeerBook
 from decode_svc.records import Request
 from decode_svc.scheduler import Plan, Scheduler, Step
@@ -45,6 +46,7 @@ from shared.protocol.local import (
     ToEngine,
 )
 from shared.protocol.machine import RequestState
+from shared.protocol.scores import SCORED_CHUNK_TOKENS, Scored, packed
 from shared.runtime.runner import DecodeBatch, PrefillBatch
 from shared.runtime.sampler import History
 from shared.transfer.mooncake_engine import MooncakeEngine
@@ -68,8 +70,8 @@ class DecodeEngine:
         self._failures = RateLimitedLog(log, FAILURE_LOG_S)
         self._wake = asyncio.Event()
         self._in_forward: frozenset[RequestId] = frozenset()
-        self._leaving: set[RequestId] = set()
-        """Cancelled while a forward computes them: their pages go back when it has ended."""
+        self._leaving: set[Cancel] = set()
+        """What was cancelled while a forward computes it: pages go back when it has ended."""
         self._local = LocalPrefills(config.chunked_prefill_size)
         self._landed: deque[RequestId] = deque()
         self._first_tokens: dict[RequestId, tuple[int, float, TopLogprobs]] = {}
@@ -119,7 +121,7 @@ class DecodeEngine:
         memory = [(r.base, r.item_bytes * r.items) for r in regions]
         self._sessions = ReceiveSessions(host, partial(MooncakeEngine, advertise), memory)
         self._scheduler = Scheduler(
-            info.max_num_seqs, runtime.layout.pages_for(info.max_model_len), runtime.eos_token_ids
+            info.max_num_seqs, runtime.layout.pages_for(info.max_model_len), info.page_size, runtime.eos_token_ids
         )
         self._do(peers.start(host.now_s()))
         host.spawn(self._beat())
@@ -134,8 +136,8 @@ class DecodeEngine:
                 self._do(self._intake.refuse(message, Unavailable("this service is stopping", code="shutting_down")))
             case Generate():
                 self._do(self._intake.submit(message, self._config.request_timeout_s, self._host.now_s()))
-            case Cancel(request=request):
-                self._cancel(request)
+            case Cancel():
+                self._cancel(message)
             case Drain(grace_s=grace_s):
                 self._host.spawn(self._drain(grace_s))
         self._flush()
@@ -149,11 +151,13 @@ class DecodeEngine:
         if isinstance(message, m.Registered | m.Refused):
             self._host.post(self._status())  # the front refuses requests by what it knows of the peers
 
-    def _cancel(self, request: RequestId) -> None:
+    def _cancel(self, cancel: Cancel) -> None:
+        request, choice = cancel.request, cancel.choice
         if request in self._in_forward:
-            self._leaving.add(request)
-        else:
-            self._scheduler.leave(request)
+            self._leaving.add(cancel)
+            return
+        left = self._scheduler.leave(request, choice)
+        if choice is None or (left and self._intake.choice_ended(request)):
             self._do(self._intake.cancel(request, self._host.now_s()))
 
     def _on_disconnect(self, address: str) -> None:
@@ -175,7 +179,9 @@ class DecodeEngine:
                 case Verify():
                     self._host.spawn(self._verify(effect))
                 case Compute(request):
-                    self._local.add(request, self._intake.requests[request].prompt_tokens)
+                    started = self._intake.requests[request]
+                    scored = started.spec.prompt_logprobs is not None
+                    self._local.add(request, started.prompt_tokens, SCORED_CHUNK_TOKENS if scored else None)
                     self._wake.set()
                 case Prebuild(request):
                     self._landed.append(request)
@@ -191,8 +197,11 @@ class DecodeEngine:
 
     def _join_landed(self) -> None:
         """Committed requests join the batch as rows become free; each consumes its metadata row and frees its slot."""
-        while self._landed and len(self._scheduler) < self._runtime.info.max_num_seqs:
-            request = self._intake.requests.get(self._landed.popleft())
+        while self._landed:
+            request = self._intake.requests.get(self._landed[0])
+            if request is not None and request.spec.choices > self._scheduler.free_rows:
+                return
+            self._landed.popleft()
             if request is None or request.state not in (RequestState.LANDED, RequestState.COMPUTING):
                 continue
             try:
@@ -200,16 +209,29 @@ class DecodeEngine:
             except TransferFailed as wrong:
                 self._do(self._intake.fail(request.id, wrong, self._host.now_s()))
                 continue
-            step = self._scheduler.prebuilt(request.spec, token, logprob, top, self._intake.pages_of(request.id))
-            self._output(step, request.handover)
-            request.handover = None  # shown once
+            pages = self._intake.pages_of(request.id)
+            for choice in range(1, request.spec.choices):
+                own = self._intake.pages_of(request.id, choice)
+                self._scheduler.fork(request.spec, choice, own, int(pages[request.need.shared]))
+            step = self._scheduler.prebuilt(request.spec, token, logprob, top, pages)
+            self._output(step, request.handover, request.prompt)
+            request.handover = request.prompt = None  # shown once
             self._wake.set()
 
-    def _output(self, step: Step, handover: Handover | None = None) -> None:
+    def _output(self, step: Step, handover: Handover | None = None, prompt: m.PromptLogprobs | None = None) -> None:
         """One request's new token, on its way to the front; perhaps its last."""
         top = [list(step.top)] if step.top else []
-        output = Output(step.request, [step.token], [step.logprob], step.finish, handover=handover, top=top)
-        if step.finish is not None:
+        output = Output(
+            step.request,
+            [step.token],
+            [step.logprob],
+            step.finish,
+            handover=handover,
+            choice=step.choice,
+            prompt=prompt,
+            top=top,
+        )
+        if step.finish is not None and self._intake.choice_ended(step.request):
             self._do(self._intake.finish(output, self._host.now_s()))
         else:
             self._outputs.append(output)
@@ -270,16 +292,21 @@ class DecodeEngine:
 
     async def _step(self, plan: Plan) -> None:
         histories = [History(*x) if x is not None else None for x in plan.histories]
-        batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling, histories)
-        samples = await self._forward(plan.rows, self._runtime.runner.decode, batch)
+        choices = [choice for _, choice in plan.rows]
+        batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling, choices, histories, plan.copies)
+        requests = tuple(dict.fromkeys(request for request, _ in plan.rows))
+        samples = await self._forward(requests, self._runtime.runner.decode, batch)
         if samples is None:
             return
         for step in self._scheduler.apply(plan, samples):
             self._output(step)
 
     async def _chunk(self, chunk: Chunk) -> None:
-        spec = self._intake.requests[chunk.request].spec
+        request = self._intake.requests[chunk.request]
+        spec = request.spec
         prompt = m.unpack_int32(spec.prompt)
+        after = prompt[chunk.start + 1 : chunk.start + chunk.length + 1]
+        top = spec.prompt_logprobs
         batch = PrefillBatch(
             tokens=prompt[chunk.start : chunk.start + chunk.length],
             q_lens=[chunk.length],
@@ -287,6 +314,7 @@ class DecodeEngine:
             pages=[self._intake.pages_of(chunk.request)],
             sampling=[spec.sampling if chunk.last else None],
             histories=[History(prompt, prompt[:0])],
+            scored=[Scored(after, top, request.scores) if top is not None else None],
         )
         samples = await self._forward((chunk.request,), self._runtime.runner.prefill, batch)
         if samples is None or chunk.request not in self._intake.requests:
@@ -294,6 +322,7 @@ class DecodeEngine:
         self._local.computed(chunk)
         if samples[0] is not None:
             self._first_tokens[chunk.request] = samples[0]
+            request.prompt = packed(request.scores) if request.scores else None
             self._landed.append(chunk.request)
 
     async def _forward(
@@ -314,10 +343,9 @@ class DecodeEngine:
         self._in_forward = frozenset()
         self._steps_done += 1
         self._meter.sample("handoff_step_seconds", self._host.now_s() - started_s)
-        for request in self._leaving:
-            self._scheduler.leave(request)
-            self._do(self._intake.cancel(request, self._host.now_s()))
-        self._leaving.clear()
+        leaving, self._leaving = self._leaving, set()
+        for cancel in leaving:
+            self._cancel(cancel)
         return samples
 
     def _end_with(self, request: RequestId, error: HandoffError) -> None:
@@ -344,27 +372,13 @@ class DecodeEngine:
             await asyncio.sleep(TICK_S)
 
     def _status(self) -> Status:
-        intake, meter, counts = self._intake, self._meter, self._intake.counts
+        meter = self._meter
         meter.total("handoff_malformed_messages_total", self._host.malformed_messages)
         meter.total("handoff_busy_sends_total", self._host.outbox.dropped)
-        meter.count("handoff_heartbeats_total")
         meter.total("handoff_steps_total", self._steps_done)
-        meter.total("handoff_retries_total", counts.retries)
-        meter.total("handoff_aborts_total", counts.aborts)
-        meter.total("handoff_fences_total", counts.fences)
-        meter.total("handoff_bad_completions_total", counts.bad_completions)
-        meter.total("handoff_digests_total{outcome=equal}", counts.digests - counts.digest_mismatches)
-        meter.total("handoff_digests_total{outcome=different}", counts.digest_mismatches)
-        meter.total("handoff_local_prefills_total", counts.local_prefills)
-        meter.gauge("handoff_leases", len(intake.leases.open))
         meter.gauge("handoff_tasks", self._host.tasks)
-        meter.gauge("handoff_running_requests", len(self._scheduler))
-        meter.gauge("handoff_waiting_requests", len(intake.requests) - len(self._scheduler))
-        meter.gauge("handoff_pages_usable", intake.pages.usable_pages)
-        meter.gauge("handoff_pages_free", intake.pages.free_pages)
-        meter.gauge("handoff_pages_quarantined", intake.pages.quarantined_pages)
-        meter.gauge("handoff_slots_free", intake.slots.free_slots)
-        peers = [peer.status() for peer in intake.peers.peers.values()]
+        measure(meter, self._intake)
+        peers = [peer.status() for peer in self._intake.peers.peers.values()]
         return Status(self._steps_done, bool(self._in_forward), peers, *meter.take())
 
     async def _drain(self, grace_s: float) -> None:

@@ -1,8 +1,8 @@
 """How a hand-over that came to nothing is shown to the client: whose fault, and whether to try again."""
 
 from shared.errors import HandoffError
-from shared.protocol.local import EngineError
-from shared.protocol.messages import AbortAck, Failed, GivenUp
+from shared.protocol.local import EngineError, Generate
+from shared.protocol.messages import AbortAck, Failed, GivenUp, PromptLogprobs
 
 ABORTED = "aborted"
 """An operator's word: the client may ask again, decode does not."""
@@ -37,3 +37,12 @@ def lost(why: str) -> EngineError:
 
 def shown(error: HandoffError) -> EngineError:
     return EngineError(error.message, error.code, error.http_status, error.type, error.retryable)
+
+
+def scores_wrong(spec: Generate, prompt: PromptLogprobs | None) -> str | None:
+    """What is wrong with the prompt's log-probabilities, if they were asked for."""
+    if spec.prompt_logprobs is None or len(spec.prompt) <= 4:
+        return None
+    if prompt is None or not prompt.fits(len(spec.prompt) // 4 - 1, spec.prompt_logprobs):
+        return "the prompt's log-probabilities are missing or not as many as were asked for"
+    return None

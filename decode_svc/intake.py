@@ -7,11 +7,11 @@ and slots belong to leases (``leases.py``), never to a task, so that no cancelle
 from collections import deque
 from collections.abc import Collection, Iterable
 
-import msgspec
 import numpy as np
 
+from decode_svc.choices import PageNeed
 from decode_svc.effects import Compute, Effect, Ended, Outcome, Prebuild
-from decode_svc.failures import ABORTED, altered, failure_of, incomplete, lost, shown
+from decode_svc.failures import ABORTED, altered, failure_of, incomplete, lost, scores_wrong, shown
 from decode_svc.leases import LeaseBook
 from decode_svc.peers import GRACE_S, RETRY_GRACE_S, Peer, PeerBook, PeerState
 from decode_svc.records import Counts, Lease, Request
@@ -66,7 +66,7 @@ class Intake:
 
     def submit(self, spec: Generate, timeout_s: float, now_s: float) -> list[Effect]:
         """A validated request. Ends at once where no prefill peer can be hoped for."""
-        request = Request(spec, Room(self._next_room), len(spec.prompt) // 4, now_s + timeout_s)
+        request = self._request(spec, Room(self._next_room), now_s + timeout_s)
         self._next_room += 1
         request.patient_until_s = now_s + GRACE_S
         self.requests[request.id] = request
@@ -76,9 +76,13 @@ class Intake:
 
     def refuse(self, spec: Generate, error: HandoffError) -> list[Effect]:
         """A request that is not even begun; it is counted, and it has its one ending."""
-        self.requests[spec.request] = Request(spec, Room(0), len(spec.prompt) // 4, 0.0)
+        self.requests[spec.request] = self._request(spec, Room(0), 0.0)
         self.counts.started += 1
         return self._fail(self.requests[spec.request], error, 0.0)
+
+    def _request(self, spec: Generate, room: Room, deadline_s: float) -> Request:
+        need = PageNeed.of(len(spec.prompt) // 4, spec.max_tokens, spec.choices, self._layout.page_size)
+        return Request(spec, room, need, deadline_s)
 
     def cancel(self, request_id: RequestId, now_s: float) -> list[Effect]:
         """The client is gone. Call for a request that a forward is computing only after it. Unknown or ended:
@@ -105,19 +109,23 @@ class Intake:
         request = self.requests[request_id]
         request.state, _ = REQUEST.step(request.state, RequestEvent.COMPUTED)
 
+    def choice_ended(self, request_id: RequestId) -> bool:
+        """One choice of a running request is over; was it the last? Then ``finish`` or ``cancel`` is due."""
+        request = self.requests[request_id]
+        request.ended_choices += 1
+        return request.ended_choices == request.spec.choices
+
     def finish(self, output: Output, now_s: float) -> list[Effect]:
-        """The last tokens of a running request."""
+        """The last tokens of a running request's last choice."""
         request = self.requests[output.request]
-        output = msgspec.structs.replace(output, handover=request.handover)
         return self._end(request, RequestEvent.FINISH, "finished", output, now_s) + self.admit(now_s)
 
-    def pages_of(self, request_id: RequestId) -> Pages:
-        """All pages of a request in position order: those that landed, then those that decode fills."""
+    def pages_of(self, request_id: RequestId, choice: int = 0) -> Pages:
+        """A choice's pages in position order: those that landed, then those that decode fills."""
         request = self.requests[request_id]
         assert request.own_pages is not None
-        if request.lease is None:
-            return request.own_pages
-        return np.concatenate([request.lease.pages, request.own_pages])
+        landed = [] if request.lease is None else [request.lease.pages]
+        return request.need.of_choice(np.concatenate([*landed, request.own_pages]), choice)
 
     # admission
 
@@ -158,17 +166,15 @@ class Intake:
 
     def _start(self, request: Request, peer: Peer | None, now_s: float) -> list[Effect] | None:
         """With a peer: a lease, and Prefill. Without: pages, and a forward here. None where there is no room now."""
-        landing = self._layout.pages_for(request.prompt_tokens)
-        # the last token is sampled but never written
-        total = self._layout.pages_for(request.prompt_tokens + request.spec.max_tokens - 1)
         if peer is None:
-            request.own_pages = self.pages.allocate(total)
+            request.own_pages = self.pages.allocate(request.need.total)
             if request.own_pages is None:
                 return None
             request.state, _ = REQUEST.step(request.state, RequestEvent.ADMIT_LOCAL)
             self.counts.local_prefills += 1
             return [Compute(request.id)]
-        reserved = self.leases.reserve(request.id, request.room, peer, landing, total, now_s)
+        need = request.need
+        reserved = self.leases.reserve(request.id, request.room, peer, need.landing, need.total, now_s)
         if reserved is None:
             return None
         lease, request.own_pages = reserved
@@ -237,6 +243,7 @@ class Intake:
         wrong = check_coverage(message.parts, np.arange(len(lease.pages)), self._page_bytes)
         if wrong is None and lease.digest and any(part.digest is None for part in message.parts):
             wrong = "the digest that was asked for is missing"
+        wrong = wrong or scores_wrong(self._request_of(lease).spec, message.prompt)
         if wrong:
             self.counts.bad_completions += 1
             return self._abandon_attempt(lease, incomplete(wrong), now_s) + self.admit(now_s)
@@ -266,6 +273,7 @@ class Intake:
         write_s, rank = max(((part.write_s, part.rank) for part in message.parts), default=(0.0, 0))
         took_s = now_s - lease.sent_s
         request.handover = Handover(lease.peer, request.attempts, sent, took_s, message.timings, rank, write_s)
+        request.prompt = message.prompt
         request.state, todo = REQUEST.step(request.state, RequestEvent.COMMIT)
         assert todo == (Do.PREBUILD,)
         return [*effects, Prebuild(request.id)]

@@ -154,6 +154,7 @@ class LeaseBook:
             sampling=request.spec.sampling,
             remaining_ms=max(1, int(1000 * (request.deadline_s - now_s))),
             digest=lease.digest,
+            prompt_logprobs=request.spec.prompt_logprobs,
         )
 
     def _abort(self, lease: Lease) -> m.Abort:

@@ -21,18 +21,20 @@ class LocalPrefills:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._queue: deque[tuple[RequestId, int]] = deque()
+        self._queue: deque[tuple[RequestId, int, int]] = deque()
+        """Request, prompt tokens, tokens a chunk."""
         self._done = 0
         """Computed tokens of the first in the queue."""
 
-    def add(self, request: RequestId, prompt_tokens: int) -> None:
-        self._queue.append((request, prompt_tokens))
+    def add(self, request: RequestId, prompt_tokens: int, at_most: int | None = None) -> None:
+        """``at_most``: a smaller bound for this prompt's chunks."""
+        self._queue.append((request, prompt_tokens, min(self._chunk_tokens, at_most or self._chunk_tokens)))
 
     def next(self) -> Chunk | None:
         if not self._queue:
             return None
-        request, total = self._queue[0]
-        length = min(self._chunk_tokens, total - self._done)
+        request, total, most = self._queue[0]
+        length = min(most, total - self._done)
         return Chunk(request, self._done, length, self._done + length == total)
 
     def computed(self, chunk: Chunk) -> None:

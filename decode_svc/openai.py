@@ -6,20 +6,18 @@ nothing; it is never ignored. Fields nobody knows are ignored, since routers add
 
 import logging
 import re
-import secrets
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
 from shared.errors import RequestError
-from shared.ids import RequestId
 from shared.kv.layout import MAX_TOP_LOGPROBS
-from shared.protocol.local import Generate, ModelInfo
-from shared.protocol.messages import Sampling, pack_int32
 
 log = logging.getLogger(__name__)
 
+MAX_CHOICES = 128
+MAX_PROMPTS = 128
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_STOP_CHARS = 1024
@@ -30,9 +28,7 @@ COMPLETION_DEFAULT_TOKENS = 16
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's; the values in brackets ask for nothing
-    "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -59,7 +55,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
     "structured_outputs": (),
@@ -83,7 +78,9 @@ class StreamOptions(msgspec.Struct):
 class CommonRequest(msgspec.Struct, kw_only=True):
     """What both endpoints take. Null is the same as absent."""
 
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
     model: str | None = None
+    n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -99,6 +96,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -113,8 +111,13 @@ class CommonRequest(msgspec.Struct, kw_only=True):
         return None
 
     @property
-    def logged(self) -> bool:
-        return self.logprob_count is not None
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted in each place of the prompt; None: not even its own tokens'."""
+        return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -122,44 +125,50 @@ class CommonRequest(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Everything that holds for any model. Raises RequestError naming the field."""
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise bad("n", f"must lie in 1 … {MAX_CHOICES}, got {self.n}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise _bad("max_tokens", f"must be at least 1, got {self.max_tokens}")
+            raise bad("max_tokens", f"must be at least 1, got {self.max_tokens}")
         if self.temperature is not None and not 0 <= self.temperature <= 2:
-            raise _bad("temperature", f"must lie in 0 … 2, got {self.temperature}")
+            raise bad("temperature", f"must lie in 0 … 2, got {self.temperature}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise _bad("top_p", f"must be above 0 and at most 1, got {self.top_p}")
+            raise bad("top_p", f"must be above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < -1:
-            raise _bad("top_k", f"must be -1 or 0 (off) or positive, got {self.top_k}")
+            raise bad("top_k", f"must be -1 or 0 (off) or positive, got {self.top_k}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise _bad("min_p", f"must lie in 0 … 1, got {self.min_p}")
+            raise bad("min_p", f"must lie in 0 … 1, got {self.min_p}")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if value is not None and not -2 <= value <= 2:
-                raise _bad(name, f"must lie in -2 … 2, got {value}")
+                raise bad(name, f"must lie in -2 … 2, got {value}")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 2:
-            raise _bad("repetition_penalty", f"must be above 0 and at most 2, got {self.repetition_penalty}")
+            raise bad("repetition_penalty", f"must be above 0 and at most 2, got {self.repetition_penalty}")
         if self.min_tokens is not None and self.min_tokens < 0:
-            raise _bad("min_tokens", f"must be at least 0, got {self.min_tokens}")
+            raise bad("min_tokens", f"must be at least 0, got {self.min_tokens}")
         if self.logit_bias is not None and len(self.logit_bias) > MAX_BIASES:
-            raise _bad("logit_bias", f"at most {MAX_BIASES} tokens, got {len(self.logit_bias)}")
+            raise bad("logit_bias", f"at most {MAX_BIASES} tokens, got {len(self.logit_bias)}")
         for token, bias in (self.logit_bias or {}).items():
             if not re.fullmatch(r"\d{1,9}", token):
-                raise _bad("logit_bias", f"keys are token ids, got {token[:32]!r}")
+                raise bad("logit_bias", f"keys are token ids, got {token[:32]!r}")
             if not -100 <= bias <= 100:
-                raise _bad("logit_bias", f"a bias must lie in -100 … 100, got {bias}")
+                raise bad("logit_bias", f"a bias must lie in -100 … 100, got {bias}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise _bad("seed", "must fit in a signed 64-bit integer")
+            raise bad("seed", "must fit in a signed 64-bit integer")
         if len(self.stops) > MAX_STOPS:
-            raise _bad("stop", f"at most {MAX_STOPS} stop strings, got {len(self.stops)}")
+            raise bad("stop", f"at most {MAX_STOPS} stop strings, got {len(self.stops)}")
         for stop in self.stops:
             if not 0 < len(stop) <= MAX_STOP_CHARS:
-                raise _bad("stop", f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(stop)}")
+                raise bad("stop", f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(stop)}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise _bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}")
+            raise bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}")
         if self.stream_options is not None and not self.stream:
-            raise _bad("stream_options", "only allowed when stream is true")
+            raise bad("stream_options", "only allowed when stream is true")
         if self.return_token_ids and self.stream:
-            raise _bad("return_token_ids", "only allowed when stream is false")
+            raise bad("return_token_ids", "only allowed when stream is false")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
+            raise bad("prompt_logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.prompt_logprobs}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad("prompt_logprobs", "only allowed when stream is false")
 
 
 class ContentPart(msgspec.Struct):
@@ -179,6 +188,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(CommonRequest):
+    refused = {**UNSUPPORTED, "echo": (False,)}
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -187,18 +197,18 @@ class ChatRequest(CommonRequest):
     def check(self) -> None:
         if self.max_completion_tokens is not None:
             if self.max_completion_tokens < 1:
-                raise _bad("max_completion_tokens", f"must be at least 1, got {self.max_completion_tokens}")
+                raise bad("max_completion_tokens", f"must be at least 1, got {self.max_completion_tokens}")
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise _bad("max_tokens", "differs from max_completion_tokens; give one of them")
+                raise bad("max_tokens", "differs from max_completion_tokens; give one of them")
             self.max_tokens = self.max_completion_tokens
         super().check()
         if self.top_logprobs is not None:
             if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-                raise _bad("top_logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
+                raise bad("top_logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
             if self.top_logprobs and not self.logprobs:
-                raise _bad("top_logprobs", "only allowed when logprobs is true")
+                raise bad("top_logprobs", "only allowed when logprobs is true")
         if not self.messages:
-            raise _bad("messages", "must not be empty")
+            raise bad("messages", "must not be empty")
         for index, message in enumerate(self.messages):
             _check_message(message, f"messages[{index}]")
 
@@ -220,31 +230,37 @@ class ChatRequest(CommonRequest):
 
 class CompletionRequest(CommonRequest):
     prompt: str | list[int | str | list[int]]
+    echo: bool | None = None
     logprobs: int | None = None
     top_logprobs: int | None = None
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs:
-            raise _bad("top_logprobs", "is a chat's; a completion says logprobs: N")
+            raise bad("top_logprobs", "is a chat's; a completion says logprobs: N")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
-            raise _bad("logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.logprobs}")
-        if not self.prompt:
-            raise _bad("prompt", "must not be empty")
-        if not isinstance(self.prompt, str) and set(map(type, self.prompt)) != {int}:
-            raise RequestError(
-                "prompt: a list of prompts is not supported; send one request a prompt",
-                param="prompt",
-                code="unsupported_option",
-            )
+            raise bad("logprobs", f"must lie in 0 … {MAX_TOP_LOGPROBS}, got {self.logprobs}")
+        if not self.prompt or not all(self.prompts()):
+            raise bad("prompt", "must not be empty")
+        if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) > 1:
+            raise bad("prompt", "must be a text, token ids, a list of texts, or a list of lists of token ids")
+        if len(self.prompts()) > MAX_PROMPTS:
+            raise bad("prompt", f"at most {MAX_PROMPTS} prompts, got {len(self.prompts())}")
 
     @property
     def logprob_count(self) -> int | None:
         return self.logprobs
 
-    def token_ids(self) -> list[int]:
-        """A checked prompt that is a list."""
-        return cast(list[int], self.prompt)
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((count for count in (echoed, self.prompt_logprobs) if count is not None), default=None)
+
+    def prompts(self) -> list[str | list[int]]:
+        """A checked request's prompts, one or many."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [cast(str | list[int], self.prompt)]
+        return cast(list[str | list[int]], self.prompt)
 
 
 def _check_message(message: ChatMessage, where: str) -> None:
@@ -256,7 +272,7 @@ def _check_message(message: ChatMessage, where: str) -> None:
             if part.type != "text":
                 raise _unsupported(f"{where}.content[{index}].type", ("text",))
             if part.text is None:
-                raise _bad(f"{where}.content[{index}].text", "a text part needs its text")
+                raise bad(f"{where}.content[{index}].text", "a text part needs its text")
 
 
 R = TypeVar("R", bound=CommonRequest)
@@ -269,9 +285,9 @@ def parse(body: bytes, kind: type[R]) -> R:
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name in fields.keys() & UNSUPPORTED.keys():
-            if not _is_neutral(fields[name], UNSUPPORTED[name]):
-                raise _unsupported(name, UNSUPPORTED[name])
+        for name in fields.keys() & kind.refused.keys():
+            if not _is_neutral(fields[name], kind.refused[name]):
+                raise _unsupported(name, kind.refused[name])
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), param=_field_of(str(error)), code="invalid_type") from error
@@ -279,7 +295,7 @@ def parse(body: bytes, kind: type[R]) -> R:
         hint = r"; a \u escape of half a surrogate pair is no character" if b"\\ud" in body.lower() else ""
         raise RequestError(f"the body is not valid JSON: {error}{hint}", code="invalid_json") from error
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("ignored fields: %s", sorted(fields.keys() - UNSUPPORTED.keys() - set(kind.__struct_fields__)))
+        log.debug("ignored fields: %s", sorted(fields.keys() - kind.refused.keys() - set(kind.__struct_fields__)))
     request.check()
     return request
 
@@ -304,7 +320,7 @@ def _field_of(message: str) -> str | None:
     return ".".join(part[1] for part in parts if part) or None
 
 
-def _bad(field: str, problem: str) -> RequestError:
+def bad(field: str, problem: str) -> RequestError:
     return RequestError(f"{field}: {problem}", param=field, code="invalid_value")
 
 
@@ -321,51 +337,3 @@ def check_tokens(tokens: Sequence[int], field: str, vocab_size: int) -> None:
         index = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
         problem = f"token id {tokens[index]} is outside the vocabulary of {vocab_size}"
         raise RequestError(f"{field}[{index}]: {problem}", param=field, code="invalid_token_id")
-
-
-def answer_length(prompt_tokens: int, asked: int | None, default: int | None, context: int, field: str) -> int:
-    """→ max_tokens. Raises RequestError where prompt and answer do not fit in ``context`` tokens; ``field`` is the
-    prompt's. ``default`` is cut to what fits; None: all that fits."""
-    room = context - prompt_tokens
-    if room < 1 or (asked or 0) > room:
-        wanted = asked or 1
-        message = (
-            f"the context holds {context} tokens; the request needs {prompt_tokens + wanted}: "
-            f"{prompt_tokens} in the prompt and {wanted} to generate"
-        )
-        raise RequestError(message, param=field if room < 1 else "max_tokens", code="context_length_exceeded")
-    return asked or min(default or room, room)
-
-
-def generate_message(
-    request: CommonRequest, request_id: RequestId, prompt: Sequence[int], max_tokens: int, info: ModelInfo
-) -> Generate:
-    """The request as its engine takes it. Raises RequestError for token ids outside the vocabulary, and for a minimum
-    above the maximum."""
-    stop_token_ids = request.stop_token_ids or []
-    check_tokens(stop_token_ids, "stop_token_ids", info.vocab_size)
-    bias = [(int(token), value) for token, value in (request.logit_bias or {}).items()]
-    check_tokens([token for token, _ in bias], "logit_bias", info.vocab_size)
-    least = request.min_tokens or 0
-    if least > max_tokens:
-        raise _bad("min_tokens", f"must be at most max_tokens, {max_tokens}, got {least}")
-    ends = {*stop_token_ids, *([] if request.ignore_eos else info.eos_token_ids)}
-
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    sampling = Sampling(
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
-        temperature=given(request.temperature, 1.0),
-        top_p=given(request.top_p, 1.0),
-        top_k=min(request.top_k, info.vocab_size) if request.top_k else -1,
-        min_p=given(request.min_p, 0.0),
-        presence_penalty=given(request.presence_penalty, 0.0),
-        frequency_penalty=given(request.frequency_penalty, 0.0),
-        repetition_penalty=given(request.repetition_penalty, 1.0),
-        top_logprobs=request.logprob_count or 0,
-        logit_bias=bias,
-        banned=sorted(ends) if least else [],
-        banned_before=len(prompt) + least if least and ends else 0,
-    )
-    return Generate(request_id, pack_int32(prompt), max_tokens, sampling, stop_token_ids, bool(request.ignore_eos))

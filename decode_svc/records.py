@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from decode_svc.choices import PageNeed
 from decode_svc.effects import Outcome
 from shared.ids import Epoch, PeerAddress, RequestId, Room, Ticket
 from shared.kv.pages import Pages
 from shared.protocol.local import EngineError, Generate, Handover
 from shared.protocol.machine import LeaseState, RequestState
-from shared.protocol.messages import Completed
+from shared.protocol.messages import Completed, PromptLogprobs
+from shared.protocol.scores import Scores
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Request:
 
     spec: Generate
     room: Room
-    prompt_tokens: int
+    need: PageNeed
     deadline_s: float
     state: RequestState = RequestState.WAITING
     lease: Lease | None = None
@@ -61,10 +63,19 @@ class Request:
     local: bool = False
     """Decode is to compute its prompt itself."""
     handover: Handover | None = None
+    prompt: PromptLogprobs | None = None
+    """Its tokens' log-probabilities, until they were shown."""
+    scores: list[Scores] = field(default_factory=list)
+    """The same in pieces, where decode computes the prompt itself."""
+    ended_choices: int = 0
 
     @property
     def id(self) -> RequestId:
         return self.spec.request
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.spec.prompt) // 4
 
 
 @dataclass

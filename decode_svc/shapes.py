@@ -18,11 +18,12 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class TokenLogprob:
     """One token of an answer: its bytes, log-probability, the likeliest ones in its place, and where its text begins
-    (in characters of the tokens' texts, one after the other)."""
+    (in characters of the tokens' texts, one after the other). None: an echoed prompt's first, before which is nothing.
+    """
 
     content: bytes
-    logprob: float
-    top: list[tuple[bytes, float]]
+    logprob: float | None
+    top: list[tuple[bytes, float]] | None
     offset: int
 
     @property
@@ -32,6 +33,18 @@ class TokenLogprob:
 
 Logprobs = Sequence[TokenLogprob] | None
 """Of the tokens since the last chunk; None: not asked for."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One whole choice."""
+
+    index: int
+    text: str
+    finish: FinishReason
+    token_ids: list[int]
+    logprobs: Logprobs
+    prompt_logprobs: list[Any] | None
 
 
 def _written(content: bytes) -> str:
@@ -53,29 +66,32 @@ class CompletionShape:
     with_usage: bool
     with_tokens: bool
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first text."""
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """A choice's chunks before its first text."""
         return []
 
-    def piece(self, text: str, logprobs: Logprobs) -> dict[str, Any]:
-        return self._chunk([self._choice({"text": text}, None, logprobs)])
+    def piece(self, index: int, text: str, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice(index, {"text": text}, None, logprobs)])
 
-    def ending(self, finish: FinishReason, logprobs: Logprobs) -> dict[str, Any]:
-        return self._chunk([self._choice({"text": ""}, finish, logprobs)])
+    def ending(self, index: int, finish: FinishReason, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice(index, {"text": ""}, finish, logprobs)])
 
     def total(self, total: dict[str, int]) -> dict[str, Any]:
-        """The chunk after the ending, where usage was asked for."""
+        """The chunk after the endings, where usage was asked for."""
         return {**self._chunk([]), "usage": total}
 
-    def whole(
-        self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int], logprobs: Logprobs
-    ) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Finished], total: dict[str, int]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choice = self._choice({"text": text}, finish, logprobs) | self._tokens(token_ids)
-        return {**self._object("text_completion", [choice]), "usage": total}
+        shown = [self._whole_choice(choice, {"text": choice.text}) for choice in choices]
+        return {**self._object("text_completion", shown), "usage": total}
 
-    def _tokens(self, token_ids: list[int]) -> dict[str, Any]:
-        return {"token_ids": token_ids} if self.with_tokens else {}
+    def _whole_choice(self, choice: Finished, content: dict[str, Any]) -> dict[str, Any]:
+        shown = self._choice(choice.index, content, choice.finish, choice.logprobs)
+        if self.with_tokens:
+            shown["token_ids"] = choice.token_ids
+        if choice.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = choice.prompt_logprobs
+        return shown
 
     def _chunk(self, choices: list[dict[str, Any]], name: str = "text_completion") -> dict[str, Any]:
         body = self._object(name, choices)
@@ -85,16 +101,19 @@ class CompletionShape:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(
-        self, content: dict[str, Any], finish: FinishReason | None, logprobs: Logprobs = None
+        self, index: int, content: dict[str, Any], finish: FinishReason | None, logprobs: Logprobs = None
     ) -> dict[str, Any]:
         shown = self._logprobs(logprobs) if logprobs is not None else None
-        return {"index": 0, **content, "logprobs": shown, "finish_reason": finish}
+        return {"index": index, **content, "logprobs": shown, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
             "tokens": [_written(token.content) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{_written(content): value for content, value in token.top} for token in tokens],
+            "top_logprobs": [
+                None if token.top is None else {_written(content): value for content, value in token.top}
+                for token in tokens
+            ],
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -102,31 +121,31 @@ class CompletionShape:
 class ChatShape(CompletionShape):
     """The same frame with messages and deltas in it."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        return [self._chunk([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])]
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None)])]
 
-    def piece(self, text: str, logprobs: Logprobs) -> dict[str, Any]:
-        return self._chunk([self._choice({"delta": {"content": text}}, None, logprobs)])
+    def piece(self, index: int, text: str, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice(index, {"delta": {"content": text}}, None, logprobs)])
 
-    def ending(self, finish: FinishReason, logprobs: Logprobs) -> dict[str, Any]:
-        return self._chunk([self._choice({"delta": {}}, finish, logprobs)])
+    def ending(self, index: int, finish: FinishReason, logprobs: Logprobs) -> dict[str, Any]:
+        return self._chunk([self._choice(index, {"delta": {}}, finish, logprobs)])
 
-    def whole(
-        self, text: str, finish: FinishReason, total: dict[str, int], token_ids: list[int], logprobs: Logprobs
-    ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice({"message": message}, finish, logprobs) | self._tokens(token_ids)
-        return {**self._object("chat.completion", [choice]), "usage": total}
+    def whole(self, choices: Sequence[Finished], total: dict[str, int]) -> dict[str, Any]:
+        shown = [
+            self._whole_choice(choice, {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
+            for choice in choices
+        ]
+        return {**self._object("chat.completion", shown), "usage": total}
 
     def _chunk(self, choices: list[dict[str, Any]], name: str = "chat.completion.chunk") -> dict[str, Any]:
         return super()._chunk(choices, name)
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        def entry(content: bytes, logprob: float) -> dict[str, Any]:
+        def entry(content: bytes, logprob: float | None) -> dict[str, Any]:
             return {"token": content.decode(errors="replace"), "logprob": logprob, "bytes": list(content)}
 
         shown = [
-            {**entry(t.content, t.logprob), "top_logprobs": [entry(content, value) for content, value in t.top]}
+            {**entry(t.content, t.logprob), "top_logprobs": [entry(content, value) for content, value in t.top or ()]}
             for t in tokens
         ]
         return {"content": shown, "refusal": None}

@@ -237,6 +237,7 @@ class PrefillEngine:
             pages=[s.pages for s in senders if s.pages is not None],
             sampling=[s.spec.sampling if p.last else None for s, p in zip(senders, pieces, strict=True)],
             histories=[History(s.tokens, s.tokens[:0]) if s.spec.sampling.needs_history else None for s in senders],
+            scored=[s.score(p) for s, p in zip(senders, pieces, strict=True)],
         )
 
     async def _beat(self) -> None:

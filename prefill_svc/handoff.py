@@ -10,7 +10,7 @@ from prefill_svc.checks import objection
 from prefill_svc.effects import Digest, Drain, Drop, Effect, Finish, Halt, Send, SenderId, Stream, Sweep, Write
 from prefill_svc.peers import DecodePeer, DecodePeers
 from prefill_svc.records import Counts, Sender
-from prefill_svc.scheduler import Piece, Waiting, pack
+from prefill_svc.scheduler import Piece, pack
 from shared.errors import IntegrityError, MessageError, TransferFailed
 from shared.ids import AttemptKey, Epoch, RequestId, Ticket
 from shared.kv.layout import Layout, TopLogprobs, meta_row
@@ -19,6 +19,7 @@ from shared.kv.placement import destinations, owned
 from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.machine import SENDER, Do, SenderEvent, SenderState
+from shared.protocol.scores import packed
 from shared.transfer.layers import one_destination
 from shared.transfer.plan import Runs, check_page_count, coverage, one_item, runs_of
 
@@ -127,7 +128,7 @@ class Handoff:
         """An operator ends the attempts of this client request, or all ("") of them. What is announced stays so."""
         effects: list[Effect] = []
         for sender in list(self.senders.values()):
-            if request in ("", sender.spec.request) and SenderEvent.STOP in SENDER.rows[sender.state]:
+            if request in ("", sender.spec.request.partition(".")[0]) and SenderEvent.STOP in SENDER.rows[sender.state]:
                 self.counts.stopped += 1
                 effects += self._fail(sender, SenderEvent.STOP, "stopped by an operator", "aborted", True, now_s)
         return effects
@@ -146,7 +147,7 @@ class Handoff:
         for sender in [self.senders[key] for key in self.queue if self.senders[key].peer.met]:
             if not self._reserve(sender):
                 break
-            ready.append(Waiting(sender.key, sender.done, len(sender.tokens)))
+            ready.append(sender.waiting())
             if len(ready) == max_pieces:
                 break
         self._forward = pack(ready, budget_tokens, self._layout.page_size, max_pieces)
@@ -224,7 +225,8 @@ class Handoff:
         if sent_bytes != expected:  # a defect: the proof is of what was sent, not of what was meant to be (S67)
             wrong = TransferFailed(f"{sent_bytes} bytes were written, expected {expected}")
             return self.write_failed(key, wrong, now_s)
-        sender.result = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], timings)
+        scores = packed(sender.scores) if sender.scores else None
+        sender.result = m.Completed(self._epoch, key.decode_epoch, key.room, key.ticket, [part], timings, scores)
         sender.next_repeat_s = now_s + REPEAT_S
         self.counts.bytes_sent += sent_bytes
         self.counts.finished.append((timings, sent_bytes))

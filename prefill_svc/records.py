@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 
 from prefill_svc.peers import DecodePeer
+from prefill_svc.scheduler import Piece, Waiting
 from shared.ids import AttemptKey
 from shared.kv.pages import Pages
 from shared.protocol import messages as m
 from shared.protocol.machine import SenderState
+from shared.protocol.scores import Scored, Scores
 
 
 @dataclass
@@ -33,6 +35,18 @@ class Sender:
     next_repeat_s: float = 0.0
     finish_by_s: float = float("inf")
     """When the rest has to have landed (S24)."""
+    scores: list[Scores] = field(default_factory=list)
+    """Of its prompt so far, where they are wanted."""
+
+    def waiting(self) -> Waiting:
+        return Waiting(self.key, self.done, len(self.tokens), self.spec.prompt_logprobs is not None)
+
+    def score(self, piece: Piece) -> Scored | None:
+        """What the piece's forward is to add to ``scores``."""
+        if self.spec.prompt_logprobs is None:
+            return None
+        after = self.tokens[piece.start + 1 : piece.start + piece.length + 1]
+        return Scored(after, self.spec.prompt_logprobs, self.scores)
 
 
 @dataclass

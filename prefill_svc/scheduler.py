@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shared.ids import AttemptKey
 from shared.kv.placement import send_range
+from shared.protocol.scores import SCORED_CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,8 @@ class Waiting:
     key: AttemptKey
     done: int
     total: int
+    scored: bool = False
+    """Each of its tokens' logits are wanted."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ def pack(waiting: Iterable[Waiting], budget_tokens: int, page_size: int, max_pie
     pages can be sent whole; a prompt for which not even one page is left in the budget waits."""
     pieces: list[Piece] = []
     for item in waiting:
-        end = min(item.total, item.done + budget_tokens)
+        most = min(budget_tokens, max(page_size, SCORED_CHUNK_TOKENS)) if item.scored else budget_tokens
+        end = min(item.total, item.done + most)
         length = send_range(item.done, end, end == item.total, page_size).end - item.done
         if length <= 0 or len(pieces) == max_pieces:
             break

@@ -29,6 +29,11 @@ class KVPool:
         """One buffer's storage, shape [num_pages, page_size, *row_shape]. Raises KeyError for a layer without one."""
         return self._tensors[component, layer]
 
+    def copy(self, page: int, to: int) -> None:
+        """All buffers' rows of one page into another."""
+        for tensor in self._tensors.values():
+            tensor[to].copy_(tensor[page])
+
     def read(self, component: str, layer: int, pages: Pages) -> npt.NDArray[np.uint8]:
         """A copy of those pages' bytes, shape [n, item bytes]."""
         tensor = self.pages(component, layer)

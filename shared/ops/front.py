@@ -10,6 +10,7 @@ from typing import NamedTuple
 from shared.errors import ConfigError, HandoffError, StateError, Unavailable
 from shared.ids import RequestId
 from shared.ops.metrics import Registry
+from shared.ops.stream import RequestStream
 from shared.protocol.local import (
     HEARTBEAT_S,
     Cancel,
@@ -46,45 +47,6 @@ class Health(NamedTuple):
     reasons: list[str]
 
 
-class EngineFailure(HandoffError):
-    """A request that its engine (or its engine's death) ended with an error."""
-
-    def __init__(self, error: EngineError) -> None:
-        super().__init__(error.message, code=error.code)
-        self.http_status, self.type, self.retryable = error.http_status, error.type, error.retryable
-
-
-class RequestStream:
-    """One running request's outputs, in order. The last one carries ``finish``; an error is raised instead."""
-
-    def __init__(self, client_id: str) -> None:
-        self.outcome = "aborted"
-        self.client_id = client_id
-        self._queue: asyncio.Queue[Output] = asyncio.Queue()
-
-    def put(self, output: Output) -> None:
-        self._queue.put_nowait(output)
-
-    def stop(self) -> None:
-        """The answer is complete although the engine did not end it: its text met a stop string."""
-        self.outcome = "finished"
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> Output:
-        """Raises EngineFailure where the request ended with an error."""
-        if self.outcome != "aborted":
-            raise StopAsyncIteration
-        output = await self._queue.get()
-        if output.error is not None:
-            self.outcome = "failed"
-            raise EngineFailure(output.error)
-        if output.finish is not None:
-            self.outcome = "finished"
-        return output
-
-
 class EngineClient:
     """The front's side of the engine: what it said last, whether it lives, and the requests that it works on.
 
@@ -113,7 +75,7 @@ class EngineClient:
         self._step_limit_s = step_limit_s
         self._next_output: asyncio.Future[None] | None = None
         self._running: dict[RequestId, RequestStream] = {}
-        self._unsent_cancels: list[RequestId] = []
+        self._unsent_cancels: list[Cancel] = []
 
     # the engine's side
 
@@ -177,8 +139,8 @@ class EngineClient:
         self._rearm(now_s)
         self._ticked_s = now_s
         unsent, self._unsent_cancels = self._unsent_cancels, []
-        for request in unsent:
-            self._cancel(request)
+        for cancel in unsent:
+            self._cancel(cancel)
         silent_s = now_s - self._heard_s
         if self.ready is not None and silent_s > GIVE_UP_S and self._running:
             log.warning("engine silent for %.1f s: ending its %d requests", silent_s, len(self._running))
@@ -186,7 +148,7 @@ class EngineClient:
             message = f"the engine has said nothing for {silent_s:.1f} s"
             self._end_all(EngineError(message, "engine_silent", 503, "service_unavailable", True))
             for request in abandoned:
-                self._cancel(request)
+                self._cancel(Cancel(request))
 
     async def watch(self, _app: object = None) -> AsyncGenerator[None]:
         """Ticks from the first step of this generator to the second: an aiohttp ``cleanup_ctx``."""
@@ -258,39 +220,43 @@ class EngineClient:
         return self.ready.info
 
     @contextmanager
-    def generate(self, message: Generate, client_id: str = "") -> Iterator[RequestStream]:
-        """Give the engine a request for as long as the block runs; leaving before its ending cancels it, once.
+    def generate(self, *messages: Generate, client_id: str = "") -> Iterator[RequestStream]:
+        """Give the engine requests for as long as the block runs; leaving before their endings cancels them, once.
 
-        ``client_id`` is the client's own name for it, which others may use too. Raises Unavailable, or what ``send``
-        raises; then the engine has not seen the request.
+        ``client_id`` is the client's own name for them, which others may use too. Raises Unavailable, or what ``send``
+        raises; then the engine works on none of them.
         """
         self.require()
-        if message.request in self._running:
-            raise StateError(f"request {message.request} is running already")
-        stream = RequestStream(client_id)
-        self._registry.count("handoff_requests_started_total")
+        if running := [message.request for message in messages if message.request in self._running]:
+            raise StateError(f"request {running[0]} is running already")
+        stream = RequestStream(messages, client_id, self._stopped)
+        self._registry.count("handoff_requests_started_total", len(messages))
         try:
-            try:
-                self._send(message)
-            except BaseException:
-                stream.outcome = "failed"
-                raise
-            self._running[message.request] = stream
+            for message in messages:
+                try:
+                    self._send(message)
+                except BaseException:
+                    stream.outcomes[message.request] = "failed"
+                    raise
+                self._running[message.request] = stream
             yield stream
         finally:
-            if self._running.pop(message.request, None) is not None:
-                self._cancel(message.request)
-            self._registry.count(f"handoff_requests_total{{outcome={stream.outcome}}}")
+            for request, outcome in stream.outcomes.items():
+                if self._running.pop(request, None) is not None:
+                    self._cancel(Cancel(request))
+                self._registry.count(f"handoff_requests_total{{outcome={outcome}}}")
 
     def abort(self, name: str) -> int:
         """An operator ends running requests: the one of this id, those whose client gave it this name, or all ("").
         Returns how many there were."""
-        bare = name.rpartition("-")[2]  # an answer's id is the request's with a prefix
-        named = [r for r, stream in self._running.items() if name in ("", r, stream.client_id) or r == bare]
+        bare = name.rpartition("-")[2]  # an answer's id is its first request's with a prefix, the others add a number
+        named = [
+            r for r, stream in self._running.items() if name in ("", stream.client_id) or bare == r.partition(".")[0]
+        ]
         error = EngineError("aborted by an operator", "aborted", 503, "service_unavailable", True)
         for request in named:
             self._deliver(Output(request, [], [], error=error))
-            self._cancel(request)
+            self._cancel(Cancel(request))
         return len(named)
 
     def stop(self, name: str) -> None:
@@ -300,24 +266,26 @@ class EngineClient:
 
     def _deliver(self, output: Output) -> None:
         stream = self._running.get(output.request)
-        if stream is None:  # cancelled while this was on its way
-            return
-        if output.finish is not None or output.error is not None:
+        if stream is not None and stream.put(output):  # else it was cancelled while this was on its way
             del self._running[output.request]
-        stream.put(output)
+
+    def _stopped(self, cancel: Cancel) -> None:
+        if cancel.choice is None:
+            self._running.pop(cancel.request, None)
+        self._cancel(cancel)
 
     def _end_all(self, error: EngineError) -> None:
         for request in list(self._running):
             self._deliver(Output(request, [], [], error=error))
 
-    def _cancel(self, request: RequestId) -> None:
+    def _cancel(self, cancel: Cancel) -> None:
         if self._death:
             return
         try:
-            self._send(Cancel(request))
+            self._send(cancel)
         except HandoffError as error:
-            log.warning("cancel of %s waits: %s", request, error)
-            self._unsent_cancels.append(request)
+            log.warning("cancel of %s waits: %s", cancel.request, error)
+            self._unsent_cancels.append(cancel)
 
     def _rearm(self, now_s: float) -> None:
         """Our own loop did not run, so the engine's messages may lie unread."""

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from shared.ids import Epoch, RequestId
-from shared.protocol.messages import Difference, Sampling, Timings
+from shared.protocol.messages import Difference, PromptLogprobs, Sampling, Timings
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -25,7 +25,8 @@ class LocalMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class Generate(LocalMessage, frozen=True):
-    """A validated request. ``prompt`` is packed int32 token ids; ``max_tokens`` counts the first token too."""
+    """A validated request. ``prompt`` is packed int32 token ids; ``max_tokens`` counts the first token too, and holds
+    for each of the choices."""
 
     request: RequestId
     prompt: bytes
@@ -33,12 +34,17 @@ class Generate(LocalMessage, frozen=True):
     sampling: Sampling
     stop_token_ids: list[int]
     ignore_eos: bool
+    choices: int = 1
+    prompt_logprobs: int | None = None
+    """Tell the prompt tokens' log-probabilities too, and so many of the likeliest in their places."""
 
 
 class Cancel(LocalMessage, frozen=True):
-    """The client is gone, or its text met a stop string: the engine stops and sends no more for this request."""
+    """The client is gone, or a choice's text met a stop string: the engine computes no more for this request, or for
+    this one choice of it."""
 
     request: RequestId
+    choice: int | None = None
 
 
 class Stop(LocalMessage, frozen=True):
@@ -108,7 +114,7 @@ class EngineError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Part of one request's answer. Exactly one Output of a request carries ``finish`` or ``error``: its ending."""
+    """Part of one request's answer. Each choice's last Output carries ``finish``; an ``error`` ends all of them."""
 
     request: RequestId
     tokens: list[int]
@@ -116,6 +122,9 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finish: FinishReason | None = None
     error: EngineError | None = None
     handover: Handover | None = None
+    choice: int = 0
+    prompt: PromptLogprobs | None = None
+    """On a request's first output, where it was asked for."""
     top: list[list[tuple[int, float]]] = []
     """For each token the likeliest ones with their log-probabilities, where that was asked for."""
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId, Room, Ticket
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Int32s = npt.NDArray[np.int32]
 
@@ -30,6 +30,11 @@ def pack_int32(values: npt.ArrayLike) -> bytes:
 def unpack_int32(data: bytes) -> Int32s:
     """4·n bytes → read-only [n]. Raises ValueError where the length is not a multiple of 4."""
     return np.frombuffer(data, dtype="<i4")
+
+
+def unpack_float32(data: bytes) -> npt.NDArray[np.float32]:
+    """4·n bytes → read-only [n]. Raises ValueError where the length is not a multiple of 4."""
+    return np.frombuffer(data, dtype="<f4")
 
 
 def pack_int64(values: npt.ArrayLike) -> bytes:
@@ -104,6 +109,23 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Log-probabilities of the prompt's tokens from its second on: their own as packed float32 [n] and their ranks (1:
+    the likeliest) as packed int32 [n]; and of the ``top`` likeliest tokens in each place the ids as packed int32
+    [n, top] and the log-probabilities as packed float32 [n, top]."""
+
+    top: int
+    own: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_values: bytes
+
+    def fits(self, tokens: int, top: int) -> bool:
+        """Is this the answer to such a question?"""
+        sizes = len(self.own), len(self.ranks), len(self.top_ids), len(self.top_values)
+        return self.top == top and sizes == (4 * tokens, 4 * tokens, 4 * tokens * top, 4 * tokens * top)
+
+
 class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank wrote for one attempt (S67): absolute page positions as packed int32, bytes per component.
 
@@ -169,6 +191,8 @@ class Prefill(Addressed, frozen=True):
     remaining_ms: int
     digest: bool
     """Compute the digest of what is written, and tell it with the completion."""
+    prompt_logprobs: int | None = None
+    """Tell the prompt tokens' log-probabilities with the completion, and so many of the likeliest in their places."""
 
 
 class Abort(Addressed, frozen=True):
@@ -206,6 +230,7 @@ class Completed(Message, frozen=True):
     ticket: Ticket
     parts: list[Coverage]
     timings: Timings
+    prompt: PromptLogprobs | None = None
 
 
 class Failed(Message, frozen=True):

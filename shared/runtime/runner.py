@@ -9,6 +9,7 @@ import torch
 
 from shared.kv.pool import KVPool
 from shared.protocol.messages import Sampling
+from shared.protocol.scores import Scored, Scores
 from shared.runtime.attention import BatchedDecode, PackedPrefill, PageReader, View
 from shared.runtime.model import LoadedModel
 from shared.runtime.paged_cache import LayerCallback, PagedCache
@@ -33,6 +34,8 @@ class PrefillBatch:
     """None: not the prompt's last chunk, so nothing is sampled."""
     histories: Sequence[History | None] = ()
     """Of sequences whose sampling needs one; may be left out where none does."""
+    scored: Sequence[Scored | None] = ()
+    """Chunks whose tokens' log-probabilities are wanted; may be left out where none are."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,12 @@ class DecodeBatch:
     page_table: Int32s
     """[batch, ≥ pages of the longest]; entries past a sequence's length may hold anything (S58)."""
     sampling: list[Sampling]
+    choices: list[int]
+    """[batch]: which of its request's choices each sequence is."""
     histories: Sequence[History | None] = ()
     """See PrefillBatch."""
+    copies: Sequence[tuple[int, int]] = ()
+    """(page, its copy), made before the forward."""
 
 
 class ModelRunner:
@@ -56,7 +63,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        self._page_size = pool.layout.page_size
+        self._pool, self._page_size = pool, pool.layout.page_size
         self._cache = PagedCache(pool)
         self._reader = PageReader(pool)
 
@@ -76,24 +83,33 @@ class ModelRunner:
         )
         view = PackedPrefill(self._reader, batch.q_lens, batch.starts, batch.pages)
         last = [i for i, how in enumerate(batch.sampling) if how is not None]
-        keep = np.cumsum(batch.q_lens)[last] - 1
+        scored = {i: wanted for i, wanted in enumerate(batch.scored) if wanted is not None}
+        ends = np.cumsum(batch.q_lens)
+        firsts = {i: int(ends[i]) - batch.q_lens[i] for i in scored}
+        rows = [np.arange(first, first + len(scored[i].next_tokens)) for i, first in firsts.items()]
+        keep = np.unique(np.concatenate([ends[last] - 1, *rows]))
         logits = self._forward(batch.tokens[None], positions[None], pages, view, on_layer, keep)[0]
+        for wanted, mine in zip(scored.values(), rows, strict=True):
+            wanted.into.append(_scores(logits[torch.from_numpy(np.searchsorted(keep, mine))], wanted))
         samples: list[Sampled | None] = [None] * len(batch.q_lens)
         if last:
-            ends = [batch.starts[i] + batch.q_lens[i] for i in last]
+            at = logits[torch.from_numpy(np.searchsorted(keep, ends[last] - 1))]
+            lengths = [batch.starts[i] + batch.q_lens[i] for i in last]
             histories = [batch.histories[i] for i in last] if batch.histories else ()
-            drawn = sample(logits, [how for how in batch.sampling if how is not None], ends, [0] * len(last), histories)
+            drawn = sample(at, [how for how in batch.sampling if how is not None], lengths, [0] * len(last), histories)
             for i, sampled in zip(last, drawn, strict=True):
                 samples[i] = sampled
         return samples
 
     def decode(self, batch: DecodeBatch, on_layer: LayerCallback | None = None) -> list[Sampled]:
         """Write each sequence's last token's rows and sample the token after it."""
+        for original, copy in batch.copies:
+            self._pool.copy(original, copy)
         positions = batch.lengths.astype(np.int64) - 1
         pages = batch.page_table[np.arange(len(positions)), positions // self._page_size]
         view = BatchedDecode(self._reader, batch.page_table, batch.lengths)
         logits = self._forward(batch.tokens[:, None], positions[:, None], pages, view, on_layer, np.zeros(1, np.int64))
-        return sample(logits[:, 0], batch.sampling, batch.lengths.tolist(), [0] * len(positions), batch.histories)
+        return sample(logits[:, 0], batch.sampling, batch.lengths.tolist(), batch.choices, batch.histories)
 
     @torch.inference_mode()
     def _forward(
@@ -118,3 +134,13 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits
         return logits
+
+
+def _scores(logits: torch.Tensor, wanted: Scored) -> Scores:
+    """``logits`` [n, vocabulary]: those that each of the ``n`` next tokens would be drawn from."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = torch.from_numpy(wanted.next_tokens.astype(np.int64)).to(logits.device)
+    values, ids = logprobs.topk(min(wanted.top, logprobs.shape[-1]), -1)
+    own = logprobs.gather(1, chosen[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    return Scores(own[:, 0].cpu().numpy(), ranks.int().cpu().numpy(), ids.int().cpu().numpy(), values.cpu().numpy())

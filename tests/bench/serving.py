@@ -59,6 +59,7 @@ def bare_process(pipe: Connection, dtype: str, threads: int) -> None:
                     np.array([row["length"] for row in running], np.int32),
                     table,
                     [greedy] * len(running),
+                    [0] * len(running),
                 )
                 for row, sample in zip(running, runtime.runner.decode(step), strict=True):
                     row["token"], row["length"] = sample.token, row["length"] + 1

@@ -7,7 +7,8 @@ import pytest
 
 from shared.errors import ConfigError, PeerBusy, StateError, Unavailable
 from shared.ids import RequestId
-from shared.ops.front import GIVE_UP_S, SILENT_S, STALLED_S, TICK_S, EngineFailure
+from shared.ops.front import GIVE_UP_S, SILENT_S, STALLED_S, TICK_S
+from shared.ops.stream import EngineFailure
 from shared.protocol.local import (
     HEARTBEAT_S,
     Cancel,
@@ -104,7 +105,7 @@ async def test_a_stop_string_is_a_finish_and_a_cancel(engine: FakeEngine) -> Non
     with engine.front.generate(message) as stream:
         engine.say(message, [1])
         await anext(stream)
-        stream.stop()
+        stream.stop(message.request, 0)
         assert [output async for output in stream] == []
     assert engine.cancels == [Cancel(message.request)]
     assert outcomes(engine) == {"finished": 1, "failed": 0, "aborted": 0}

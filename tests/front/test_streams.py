@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shared.errors import ConfigError
-from shared.ops.front import EngineFailure
 from shared.ops.http import serve
+from shared.ops.stream import EngineFailure
 from shared.protocol.local import EngineError, Generate
 from tests.front.fakes import (
     MODEL,

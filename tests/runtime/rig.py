@@ -82,7 +82,8 @@ class Rig:
         self, pages: list[Int32s], lengths: list[int], tokens: list[int], sampling: list[Sampling]
     ) -> list[Sampled]:
         table = self.table(pages, lengths)
-        return self.runner.decode(DecodeBatch(np.array(tokens, np.int32), np.array(lengths, np.int32), table, sampling))
+        rows = np.array(tokens, np.int32), np.array(lengths, np.int32)
+        return self.runner.decode(DecodeBatch(*rows, table, sampling, [0] * len(tokens)))
 
     def generate(
         self, prompts: list[list[int]], count: int, *, chunk: int = 10**6, sampling: list[Sampling] | None = None
