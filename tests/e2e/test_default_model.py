@@ -1,8 +1,10 @@
 """The default model at its real vocabulary, with text: what the pair answers is what transformers answers."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,36 @@ async def test_chat_streams_what_it_answers(smol: Pair, reference: Reference) ->
     assert whole["usage"]["prompt_tokens"] == len(prompt["input_ids"])
     deltas = [e["choices"][0]["delta"] async for e in smol.client.stream("/v1/chat/completions", body)]
     assert "".join(d.get("content") or "" for d in deltas) == expected
+
+
+@pytest.mark.soak
+async def test_a2_a_prompt_that_waits_behind_a_full_pool(forks: Forks, tmp_path: Path, reference: Reference) -> None:
+    """Its limit is 2 s, and one long answer keeps the pool full for ten or more: an explicit error, counted; the same
+    prompt is answered rightly as soon as there is room, and the long answer is not disturbed."""
+    prompt = reference.tokenizer("The capital of France is").input_ids
+    body = {"model": DEFAULT_MODEL, "prompt": prompt, "temperature": 0, "return_token_ids": True}
+    async with AsyncExitStack() as stack:
+        flags = ("--max-model-len", "256")
+        decode = ("--request-timeout-s", "2", "--num-pages", "17")
+        pair = await start_pair(stack, forks, tmp_path, DEFAULT_MODEL, *flags, decode_flags=decode)
+        started_s = time.monotonic()
+        ask = {**body, "max_tokens": 250, "ignore_eos": True}
+        long = asyncio.ensure_future(pair.client.post("/v1/completions", ask))
+        while await pair.client.metric("handoff_running_requests") == 0:
+            await asyncio.sleep(0.05)
+        late = 0
+        while not long.done():
+            asked_s = time.monotonic()
+            status, answer = await pair.client.post("/v1/completions", {**body, "max_tokens": 8})
+            if status != 200:
+                late += 1
+                assert (status, answer["error"]["code"], answer["error"]["retryable"]) == (503, "timeout", True)
+                assert 1.5 < time.monotonic() - asked_s < 4
+        assert time.monotonic() - started_s > 10
+        assert late >= 3
+        status, answer = await long
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 250)
+        assert answer["choices"][0]["token_ids"][:30] == reference.tokens(prompt, 30)
+        await check(pair.client, DEFAULT_MODEL, reference, prompt, 8)
+        assert await pair.client.metric('handoff_requests_total{outcome="failed"}') == late
+        await pair.check_books()

@@ -133,7 +133,8 @@ async def test_a1_a_writer_that_froze_in_mid_transfer_does_not_reach_the_next_ow
 
 
 @pytest.mark.parametrize("far", [()], indirect=True)
-async def test_a6_prefill_dies_with_eight_transfers_under_way(far: Far) -> None:
+@pytest.mark.parametrize("absent_s", [0.0, pytest.param(20.0, marks=pytest.mark.soak)])
+async def test_a6_prefill_dies_with_eight_transfers_under_way(far: Far, absent_s: float) -> None:
     client, prefill = far.pair.client, far.pair.prefill
     alone = (await ask(client, 2))[1]["choices"][0]["text"]
     since = far.cable.sent_bytes()
@@ -148,6 +149,10 @@ async def test_a6_prefill_dies_with_eight_transfers_under_way(far: Far) -> None:
     assert time.monotonic() - killed_s < 5
     assert (await client.get("/health"))[0] == 200
     await Pair([], far.pair.decodes, [client]).check_books()  # although nobody answers the aborts: by the fence
+    end_s = time.monotonic() + absent_s
+    while time.monotonic() < end_s:
+        status, body = await ask(client, 2)
+        assert (status, body["error"]["code"], body["error"]["retryable"]) == (503, "no_prefill", True)
     await asyncio.to_thread(lambda: prefill.start().wait_ready())
     status, answer = await ask(client, 2)
     assert (status, answer["choices"][0]["text"]) == (200, alone)
