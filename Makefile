@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench soak clean
+.PHONY: help setup demo test test-compose lint bench soak clean
 
 # The default model is on disk after the set-up, and everything else that these targets load they make themselves.
 export HF_HUB_OFFLINE := 1
@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE := 1
 BIN := .venv/bin
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 15
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: ## system libraries, .venv, pinned packages, the default model; a second run takes a second
 	@.ci/setup
@@ -18,6 +18,9 @@ demo: setup ## start both services, ask a few questions, show how each hand-over
 
 test: setup ## the whole test suite, as CI runs it
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-compose: setup ## the containers: build, start, burst, stop; brings a Docker engine up where none runs
+	@trap 'compose/engine down' EXIT; compose/engine up && $(BIN)/python -m pytest -m compose tests/compose $(ARGS)
 
 lint: setup ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

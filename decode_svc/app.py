@@ -10,17 +10,20 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from decode_svc import openapi, status, tokenize
 from decode_svc.admission import answer_length, check_size, generate_message
 from decode_svc.answers import Answer, Job, Piece
 from decode_svc.openai import (
     COMPLETION_DEFAULT_TOKENS,
     ChatRequest,
+    Checked,
     CommonRequest,
     CompletionRequest,
     check_tokens,
     parse,
 )
 from decode_svc.shapes import ChatShape, CompletionShape
+from decode_svc.status import Entry, Recent
 from decode_svc.text import TextCodec
 from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
@@ -44,7 +47,7 @@ from shared.protocol.messages import Sampling, pack_int32
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-R = TypeVar("R", bound=CommonRequest)
+R = TypeVar("R", bound=Checked)
 
 PROBE_LIMIT_S = 10.0
 LARGE_BODY_BYTES = 256 << 10
@@ -52,7 +55,7 @@ LARGE_BODY_BYTES = 256 << 10
 
 
 def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, registry: Registry) -> web.Application:
-    """/v1/chat/completions, /v1/completions, /v1/models, /health, /health_generate, /ready, /metrics, /abort_request.
+    """OpenAI's routes, vLLM's /tokenize and /detokenize, health, metrics, the operator's abort, and the status page.
     ``tokenizer``: see TextCodec."""
     front = DecodeFront(config, engine, TextCodec(tokenizer), registry)
     app = base_app(engine, registry, front.objections)
@@ -61,6 +64,9 @@ def build_app(config: DecodeConfig, engine: EngineClient, tokenizer: Any, regist
     app.router.add_get("/v1/models", front.models)
     app.router.add_post("/abort_request", front.abort)
     app.router.add_get("/health_generate", front.health_generate)
+    tokenize.add_routes(app, front, engine, tokenizer)
+    openapi.add_routes(app)
+    status.add_routes(app, engine, front.recent, config, front.objections)
     app.cleanup_ctx.append(front.text_thread)
     return app
 
@@ -73,6 +79,7 @@ class DecodeFront:
         self._model = config.served_model_name or config.model
         self._created = int(time.time())
         self._executor: ThreadPoolExecutor | None = None
+        self.recent = Recent(engine.clock)
 
     async def text_thread(self, _app: object = None) -> AsyncGenerator[None]:
         """An aiohttp ``cleanup_ctx``: one thread for templates and tokenizing, so that no text stalls the streams."""
@@ -81,10 +88,14 @@ class DecodeFront:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def models(self, _request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [self.card()]})
+
+    def card(self) -> dict[str, Any]:
+        """The served model. Raises Unavailable while the engine starts."""
         ready = self._engine.ready
         if ready is None:
             raise Unavailable("the engine is starting", code="starting")
-        card = {
+        return {
             "id": self._model,
             "object": "model",
             "created": self._created,
@@ -93,7 +104,6 @@ class DecodeFront:
             "parent": None,
             "max_model_len": ready.info.max_model_len,
         }
-        return json_response({"object": "list", "data": [card]})
 
     def objections(self, status: Status) -> list[str]:
         """What speaks against sending requests here (S62)."""
@@ -127,14 +137,14 @@ class DecodeFront:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
-        body = await self._parse(request, ChatRequest)
-        context = self._admit(body)
+        body = await self.parse(request, ChatRequest)
+        context = self.admit(body.model)
 
         def tokens() -> list[int]:
-            text = self._codec.render(body.conversation())
-            return self._encode(text, False, "messages", context)
+            text = self.render(body.conversation(), True)
+            return self.encode(text, False, "messages", context)
 
-        ids = await self._on_text_thread(tokens)
+        ids = await self.on_text_thread(tokens)
         shape = ChatShape(f"chatcmpl-{request_id(request)}", *self._frame(body))
         return await self._answer(
             request, body, shape, self._messages(request, body, [ids], "messages", None), arrived_s
@@ -142,18 +152,18 @@ class DecodeFront:
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._engine.clock()
-        body = await self._parse(request, CompletionRequest)
-        context = self._admit(body)
+        body = await self.parse(request, CompletionRequest)
+        context = self.admit(body.model)
         prompts = body.prompts()
 
         def tokens() -> list[list[int]]:
-            return [self._encode(p, True, "prompt", context) if isinstance(p, str) else p for p in prompts]
+            return [self.encode(p, True, "prompt", context) if isinstance(p, str) else p for p in prompts]
 
         texts = any(isinstance(prompt, str) for prompt in prompts)
         messages = self._messages(
             request,
             body,
-            await self._on_text_thread(tokens) if texts else tokens(),
+            await self.on_text_thread(tokens) if texts else tokens(),
             "prompt",
             COMPLETION_DEFAULT_TOKENS,
         )
@@ -163,31 +173,38 @@ class DecodeFront:
 
     # before the engine
 
-    async def _parse(self, request: web.Request, kind: type[R]) -> R:
+    async def parse(self, request: web.Request, kind: type[R]) -> R:
         body = await request.read()
         if len(body) < LARGE_BODY_BYTES:
             return parse(body, kind)
-        return await self._on_text_thread(lambda: parse(body, kind))
+        return await self.on_text_thread(lambda: parse(body, kind))
 
-    def _admit(self, body: CommonRequest) -> int:
-        """The model is ours and the engine runs → the context in tokens."""
-        if body.model not in (None, self._model):
+    def know(self, model: str | None) -> None:
+        """Raises RequestError where that model is not the served one; none is meant to be that one."""
+        if model not in (None, self._model):
             raise RequestError(
-                f"model {body.model!r} does not exist; this service has {self._model!r}",
+                f"model {model!r} does not exist; this service has {self._model!r}",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
+
+    def admit(self, model: str | None) -> int:
+        """The model is ours and the engine runs → the context in tokens."""
+        self.know(model)
         return _context(self._engine.require())
 
     def _frame(self, body: CommonRequest) -> tuple[str, int, bool, bool]:
         """Model, time, and what the answer is to carry besides its text."""
         return self._model, int(time.time()), body.include_usage, bool(body.return_token_ids)
 
-    async def _on_text_thread(self, work: Callable[[], T]) -> T:
+    async def on_text_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _encode(self, text: str, add_special_tokens: bool, field: str, context: int) -> list[int]:
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return self._codec.render(messages, add_generation_prompt)
+
+    def encode(self, text: str, add_special_tokens: bool, field: str, context: int) -> list[int]:
         if len(text) > context * self._codec.longest_token:  # or one huge text would occupy the thread for a minute
             message = f"{field}: {len(text)} characters are more than the context of {context} tokens can hold"
             raise RequestError(message, param=field, code="context_length_exceeded")
@@ -231,12 +248,16 @@ class DecodeFront:
         echoes: Sequence[str] | None = None,
     ) -> web.StreamResponse:
         job = Job(messages, body.stops, body.logprob_count is not None, body.prompt_logprobs, arrived_s, echoes)
-        with self._engine.generate(*messages, client_id=client_id(request)) as stream:
+        with (
+            self._engine.generate(*messages, client_id=client_id(request)) as stream,
+            self.recent.follow(shape.id, job, stream) as entry,
+        ):
             answer = Answer(job, stream, self._codec, self._registry, self._engine.clock)
             piece = await answer.next()  # a failure before the first token is still an HTTP status
+            entry.first(answer)
             headers = _timing_headers(answer.handover)
             if body.stream:
-                return await _streamed(request, shape, answer, piece, headers)
+                return await _streamed(request, shape, answer, piece, headers, entry)
             while piece is not None:
                 piece.choice.pieces.append(piece.text)
                 piece = await answer.next()
@@ -245,7 +266,12 @@ class DecodeFront:
 
 
 async def _streamed(
-    request: web.Request, shape: CompletionShape, answer: Answer, piece: Piece | None, headers: dict[str, str]
+    request: web.Request,
+    shape: CompletionShape,
+    answer: Answer,
+    piece: Piece | None,
+    headers: dict[str, str],
+    entry: Entry,
 ) -> web.StreamResponse:
     """Server-sent events. Once the head is out, a failure is an error event: never a finish reason."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
@@ -265,12 +291,13 @@ async def _streamed(
             if shape.with_usage:
                 await response.write(_event(shape.total(answer.usage())))
         except EngineFailure as error:
-            log.debug("%s failed in its stream: %s", shape.id, error.message)
+            entry.failed(error)
+            log.debug("failed in its stream: %s", error.message, extra={"request": request_id(request)})
             await response.write(_event(error_object(error)))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
     except ConnectionResetError:
-        log.debug("%s: the client is gone", shape.id)
+        log.debug("the client is gone", extra={"request": request_id(request)})
     return response
 
 

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from shared.ids import PeerAddress, RequestId, Ticket
+from shared.ids import PeerAddress, RequestId, Room, Ticket
 from shared.kv.pages import Pages
 from shared.protocol.local import Output
 
@@ -75,6 +75,7 @@ class Ended:
     request: RequestId
     outcome: Outcome
     output: Output | None
+    room: Room
 
 
 Effect: TypeAlias = Send | OpenSession | Fence | Up | Verify | Compute | Prebuild | Ended

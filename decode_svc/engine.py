@@ -50,6 +50,7 @@ from shared.protocol.scores import SCORED_CHUNK_TOKENS, Scored, packed
 from shared.runtime.runner import DecodeBatch, PrefillBatch
 from shared.runtime.sampler import History
 from shared.transfer.mooncake_engine import MooncakeEngine
+from shared.transfer.sender import try_engine
 
 log = logging.getLogger(__name__)
 B = TypeVar("B")
@@ -93,6 +94,9 @@ class DecodeEngine:
         runtime = self._runtime = await host.compute(load_runtime, config)
         info = runtime.info
         slots = SlotPool(info.max_num_seqs)
+        regions = [*runtime.pool.regions(), slots.region()]
+        make, memory = partial(MooncakeEngine, advertise), [(r.base, r.item_bytes * r.items) for r in regions]
+        await host.blocking(try_engine, make, memory)
         control = await host.open_control(
             f"tcp://{config.host}:{config.control_port}",
             Codec[m.ToDecode](m.ToDecode),
@@ -100,7 +104,6 @@ class DecodeEngine:
             self._on_disconnect,
         )
         reply_to = PeerAddress(f"tcp://{advertise}:{control.rsplit(':', 1)[1]}")
-        regions = [*runtime.pool.regions(), slots.region()]
         peers = PeerBook(
             [PeerAddress(f"tcp://{p}") for p in config.prefill],
             epoch=self._epoch,
@@ -118,8 +121,7 @@ class DecodeEngine:
             digest_every=config.digest_every,
             local=config.on_prefill_loss == "local",
         )
-        memory = [(r.base, r.item_bytes * r.items) for r in regions]
-        self._sessions = ReceiveSessions(host, partial(MooncakeEngine, advertise), memory)
+        self._sessions = ReceiveSessions(host, make, memory)
         self._scheduler = Scheduler(
             info.max_num_seqs, runtime.layout.pages_for(info.max_model_len), info.page_size, runtime.eos_token_ids
         )
@@ -144,12 +146,16 @@ class DecodeEngine:
 
     def _on_control(self, message: m.ToDecode) -> None:
         if isinstance(message, m.Refused) and message.differences:
-            differences = "; ".join(map(str, message.differences))
-            self._limited.warning(differences, "a prefill refused this decode: %s", differences)
+            self._note_refusal(message)
         self._do(self._intake.on_message(message, self._host.now_s()))
         self._flush()
         if isinstance(message, m.Registered | m.Refused):
             self._host.post(self._status())  # the front refuses requests by what it knows of the peers
+
+    def _note_refusal(self, message: m.Refused) -> None:
+        if (peer := self._intake.peers.named(message.registration)) and message.to_epoch == self._epoch:
+            said = "; ".join(map(str, message.differences))
+            self._limited.warning(peer.address, "%s refuses this decode: %s", peer.address, said)
 
     def _cancel(self, cancel: Cancel) -> None:
         request, choice = cancel.request, cancel.choice
@@ -186,12 +192,13 @@ class DecodeEngine:
                 case Prebuild(request):
                     self._landed.append(request)
                     self._join_landed()
-                case Ended(request, outcome, output):
+                case Ended(request, outcome, output, room):
                     self._local.leave(request)
                     self._first_tokens.pop(request, None)
                     if outcome == "failed" and output is not None and output.error is not None:
                         error = output.error
-                        self._failures.warning(error.code, "request %s failed: %s", request, error.message)
+                        about = {"request": request, "room": room}
+                        self._failures.warning(error.code, "failed: %s", error.message, extra=about)
                     if output is not None:
                         self._outputs.append(output)
 
@@ -215,6 +222,8 @@ class DecodeEngine:
                 self._scheduler.fork(request.spec, choice, own, int(pages[request.need.shared]))
             step = self._scheduler.prebuilt(request.spec, token, logprob, top, pages)
             self._output(step, request.handover, request.prompt)
+            if request.prompt is not None:
+                self._flush()  # by itself: two of them may be more than a message holds
             request.handover = request.prompt = None  # shown once
             self._wake.set()
 
@@ -222,14 +231,7 @@ class DecodeEngine:
         """One request's new token, on its way to the front; perhaps its last."""
         top = [list(step.top)] if step.top else []
         output = Output(
-            step.request,
-            [step.token],
-            [step.logprob],
-            step.finish,
-            handover=handover,
-            choice=step.choice,
-            prompt=prompt,
-            top=top,
+            step.request, [step.token], [step.logprob], step.finish, None, handover, step.choice, prompt, top
         )
         if step.finish is not None and self._intake.choice_ended(step.request):
             self._do(self._intake.finish(output, self._host.now_s()))
@@ -249,7 +251,8 @@ class DecodeEngine:
         if (int(row["room"]), int(row["ticket"])) != (lease.room, lease.ticket):
             raise TransferFailed(f"metadata slot {lease.slot} does not hold room {lease.room}'s row")
         first = first_token(row)
-        log.debug("room %d slot %d token %d", lease.room, lease.slot, first[0])
+        about = {"request": request.id, "room": lease.room, "attempt": lease.ticket, "peer": lease.peer}
+        log.debug("slot %d token %d", lease.slot, first[0], extra=about)
         self._intake.prebuilt(request.id)
         return first
 
@@ -292,10 +295,9 @@ class DecodeEngine:
 
     async def _step(self, plan: Plan) -> None:
         histories = [History(*x) if x is not None else None for x in plan.histories]
-        choices = [choice for _, choice in plan.rows]
-        batch = DecodeBatch(plan.tokens, plan.lengths, plan.page_table, plan.sampling, choices, histories, plan.copies)
-        requests = tuple(dict.fromkeys(request for request, _ in plan.rows))
-        samples = await self._forward(requests, self._runtime.runner.decode, batch)
+        rows = plan.tokens, plan.lengths, plan.page_table, plan.sampling, [choice for _, choice in plan.rows]
+        batch = DecodeBatch(*rows, histories, plan.copies)
+        samples = await self._forward([request for request, _ in plan.rows], self._runtime.runner.decode, batch)
         if samples is None:
             return
         for step in self._scheduler.apply(plan, samples):
@@ -316,7 +318,7 @@ class DecodeEngine:
             histories=[History(prompt, prompt[:0])],
             scored=[Scored(after, top, request.scores) if top is not None else None],
         )
-        samples = await self._forward((chunk.request,), self._runtime.runner.prefill, batch)
+        samples = await self._forward([chunk.request], self._runtime.runner.prefill, batch)
         if samples is None or chunk.request not in self._intake.requests:
             return
         self._local.computed(chunk)
@@ -326,10 +328,9 @@ class DecodeEngine:
             self._landed.append(chunk.request)
 
     async def _forward(
-        self, requests: tuple[RequestId, ...], run: Callable[[B], Sequence[T]], batch: B
+        self, requests: Sequence[RequestId], run: Callable[[B], Sequence[T]], batch: B
     ) -> Sequence[T] | None:
-        """The forward's samples, or None where it failed and its requests with it. Those that were cancelled meanwhile
-        have left."""
+        """The forward's samples, or None where it failed and its requests with it. Those cancelled meanwhile left."""
         self._in_forward = frozenset(requests)
         started_s = self._host.now_s()
         try:

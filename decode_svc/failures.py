@@ -1,8 +1,12 @@
 """How a hand-over that came to nothing is shown to the client: whose fault, and whether to try again."""
 
+import numpy as np
+
+from decode_svc.records import Lease
 from shared.errors import HandoffError
 from shared.protocol.local import EngineError, Generate
-from shared.protocol.messages import AbortAck, Failed, GivenUp, PromptLogprobs
+from shared.protocol.messages import AbortAck, Completed, Failed, GivenUp
+from shared.transfer.plan import check_coverage
 
 ABORTED = "aborted"
 """An operator's word: the client may ask again, decode does not."""
@@ -39,10 +43,13 @@ def shown(error: HandoffError) -> EngineError:
     return EngineError(error.message, error.code, error.http_status, error.type, error.retryable)
 
 
-def scores_wrong(spec: Generate, prompt: PromptLogprobs | None) -> str | None:
-    """What is wrong with the prompt's log-probabilities, if they were asked for."""
-    if spec.prompt_logprobs is None or len(spec.prompt) <= 4:
-        return None
-    if prompt is None or not prompt.fits(len(spec.prompt) // 4 - 1, spec.prompt_logprobs):
+def unproven(lease: Lease, spec: Generate, message: Completed, page_bytes: dict[str, int]) -> str | None:
+    """What a completion lacks of what was asked for (S67); None: nothing."""
+    if wrong := check_coverage(message.parts, np.arange(len(lease.pages)), page_bytes):
+        return wrong
+    if lease.digest and any(part.digest is None for part in message.parts):
+        return "the digest that was asked for is missing"
+    tokens, top = len(spec.prompt) // 4, spec.prompt_logprobs
+    if top is not None and (message.prompt is None or not message.prompt.fits(tokens - 1, top)):
         return "the prompt's log-probabilities are missing or not as many as were asked for"
     return None

@@ -11,7 +11,7 @@ import numpy as np
 
 from decode_svc.choices import PageNeed
 from decode_svc.effects import Compute, Effect, Ended, Outcome, Prebuild
-from decode_svc.failures import ABORTED, altered, failure_of, incomplete, lost, scores_wrong, shown
+from decode_svc.failures import ABORTED, altered, failure_of, incomplete, lost, shown, unproven
 from decode_svc.leases import LeaseBook
 from decode_svc.peers import GRACE_S, RETRY_GRACE_S, Peer, PeerBook, PeerState
 from decode_svc.records import Counts, Lease, Request
@@ -24,7 +24,6 @@ from shared.kv.slots import SlotPool
 from shared.protocol import messages as m
 from shared.protocol.local import EngineError, Generate, Handover, Output
 from shared.protocol.machine import REQUEST, Do, LeaseEvent, LeaseState, RequestEvent, RequestState
-from shared.transfer.plan import check_coverage
 
 NO_TOKEN_YET = (RequestState.WAITING, RequestState.REQUESTED, RequestState.COMPUTING)
 MAX_ATTEMPTS = 2
@@ -194,7 +193,10 @@ class Intake:
             return []
         match message:
             case m.Registered():
-                return self.peers.on_registered(message, now_s) + self.admit(now_s)
+                twins, effects = self.peers.on_registered(message, now_s)
+                effects += self._lose_peers(twins, "it is another peer by a second name", now_s)
+                self.peers.park(twins, message.epoch)
+                return effects + self.admit(now_s)
             case m.Refused():
                 gone = self.peers.on_refused(message, now_s)
                 return self._lose_peers(gone, "the prefill service was restarted or gave us up", now_s)
@@ -240,11 +242,7 @@ class Intake:
     def _commit(self, lease: Lease, message: m.Completed, now_s: float) -> list[Effect]:
         """S67: only a completion that proves exactly what was asked for commits; any other fails the attempt."""
         self._settle_load(lease)
-        wrong = check_coverage(message.parts, np.arange(len(lease.pages)), self._page_bytes)
-        if wrong is None and lease.digest and any(part.digest is None for part in message.parts):
-            wrong = "the digest that was asked for is missing"
-        wrong = wrong or scores_wrong(self._request_of(lease).spec, message.prompt)
-        if wrong:
+        if wrong := unproven(lease, self._request_of(lease).spec, message, self._page_bytes):
             self.counts.bad_completions += 1
             return self._abandon_attempt(lease, incomplete(wrong), now_s) + self.admit(now_s)
         lease.completion = message
@@ -297,7 +295,7 @@ class Intake:
         """No byte can land through that session any more, and a fresh one takes its place."""
         self.counts.fences += 1
         effects = self.leases.fenced(registration, now_s)
-        return effects + self.peers.fenced(address, registration) + self.admit(now_s)
+        return effects + self.peers.fenced(address, registration, now_s) + self.admit(now_s)
 
     def tick(self, now_s: float, in_forward: Collection[RequestId] = ()) -> list[Effect]:
         """Call a few times a second: silent peers, due messages, deadlines, aborts to repeat, quarantine to end.
@@ -342,6 +340,9 @@ class Intake:
     def _lose_attempt(self, request: Request, error: EngineError, now_s: float) -> list[Effect]:
         """Its lease is on its own from here; the request waits for one more attempt, or ends."""
         avoid = request.lease.peer if request.lease else None
+        if error.code == "shutting_down" and avoid:
+            self.peers.peers[avoid].draining = True
+            request.attempts -= 1  # nothing was tried
         self._detach(request)
         again = error.retryable and error.code != ABORTED
         elsewhere = request.attempts < MAX_ATTEMPTS and self.peers.hopeful(request.prompt_tokens, now_s, RETRY_GRACE_S)
@@ -378,7 +379,7 @@ class Intake:
             elif do is Do.END:
                 del self.requests[request.id]
                 self.counts.ended[outcome] += 1
-                effects.append(Ended(request.id, outcome, output))
+                effects.append(Ended(request.id, outcome, output, request.room))
         return effects
 
     def _detach(self, request: Request) -> None:

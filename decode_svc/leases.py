@@ -165,5 +165,5 @@ class LeaseBook:
             registration=lease.registration,
             room=lease.room,
             ticket=lease.ticket,
-            reason=lease.reason,
+            reason=m.short(lease.reason),
         )

@@ -7,7 +7,7 @@ nothing; it is never ignored. Fields nobody knows are ignored, since routers add
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -69,6 +69,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "return_hidden_states": (False,),
 }
+
+
+class Checked(Protocol):
+    """A request struct that says what holds for any model, and which known options it refuses."""
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]]
+
+    def check(self) -> None: ...
 
 
 class StreamOptions(msgspec.Struct):
@@ -188,7 +197,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(CommonRequest):
-    refused = {**UNSUPPORTED, "echo": (False,)}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, "echo": (False,)}
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -275,7 +284,7 @@ def _check_message(message: ChatMessage, where: str) -> None:
                 raise bad(f"{where}.content[{index}].text", "a text part needs its text")
 
 
-R = TypeVar("R", bound=CommonRequest)
+R = TypeVar("R", bound=Checked)
 
 
 def parse(body: bytes, kind: type[R]) -> R:

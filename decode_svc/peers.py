@@ -5,6 +5,7 @@ offered by Register, and retired by Fence when the peer is lost; a later incarna
 ends one writer and disturbs no other.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +33,10 @@ RETRY_GRACE_S = 0.5
 """How long one waits whose attempt was lost: clients hear of a death within two seconds."""
 
 
+SESSIONS_A_MINUTE = 30
+"""A session takes ports that nobody else gets for a while: a peer that comes and goes may not use them up."""
+
+
 class PeerState(Enum):
     CONNECTING = "connecting"  # session open or opening, Register not answered
     REGISTERED = "registered"
@@ -52,6 +57,12 @@ class Peer:
     away_since_s: float = 0.0
     suspect_until_s: float = float("-inf")
     next_register_s: float = 0.0
+    opened_s: deque[float] = field(default_factory=lambda: deque(maxlen=SESSIONS_A_MINUTE))
+    """When its latest sessions were opened."""
+    open_at_s: float = float("inf")
+    """When a session that has to wait may be opened."""
+    draining: bool = False
+    """It says that it takes nothing new."""
     outstanding_tokens: int = 0
     """Prompt tokens asked for and not answered: the load that ``pick`` balances."""
 
@@ -86,7 +97,7 @@ class PeerBook:
     def start(self, now_s: float) -> list[Effect]:
         for peer in self.peers.values():
             peer.away_since_s = now_s
-        return [self._open(peer) for peer in self.peers.values()]
+        return [effect for peer in self.peers.values() for effect in self._open(peer, now_s)]
 
     def session_ready(self, address: PeerAddress, registration: int, session: str) -> None:
         """The shell has opened it; Register goes out with the next tick."""
@@ -94,17 +105,18 @@ class PeerBook:
         if peer.registration == registration:
             peer.session, peer.next_register_s = session, 0.0
 
-    def fenced(self, address: PeerAddress, registration: int) -> list[Effect]:
+    def fenced(self, address: PeerAddress, registration: int, now_s: float) -> list[Effect]:
         """The session is retired; a fresh one replaces it."""
         peer = self.peers[address]
-        return [self._open(peer)] if peer.registration == registration else []
+        return self._open(peer, now_s) if peer.registration == registration else []
 
     def find(self, epoch: Epoch) -> Peer | None:
         """The peer whose registered incarnation this is."""
         return next((p for p in self.peers.values() if p.epoch == epoch and p.state is PeerState.REGISTERED), None)
 
     def pick(self, prompt_tokens: int, avoid: PeerAddress | None = None) -> Peer | None:
-        """The registered peer that can take the prompt and has least to do; ``avoid`` only if there is no other."""
+        """The registered peer that can take the prompt and has least to do; ``avoid`` only if there is no other. None
+        that is draining."""
         able = [p for p in self.peers.values() if self._able(p, prompt_tokens)]
         return min(able, key=lambda p: (p.address == avoid, p.outstanding_tokens), default=None)
 
@@ -123,13 +135,26 @@ class PeerBook:
         """The longest prompt that a registered peer takes; 0: there is none."""
         return max((p.capacity_tokens for p in self.peers.values() if p.state is PeerState.REGISTERED), default=0)
 
-    def on_registered(self, message: Registered, now_s: float) -> list[Effect]:
-        for peer in self.peers.values():
-            if peer.registration == message.registration and peer.state in (PeerState.CONNECTING, PeerState.REFUSED):
-                peer.state, peer.epoch, peer.differences = PeerState.REGISTERED, message.epoch, []
-                peer.capacity_tokens, peer.last_seen_s = message.capacity.max_prompt_tokens, now_s
-                return [Up(peer.address, now_s - peer.away_since_s)]
-        return []
+    def named(self, registration: int) -> Peer | None:
+        return next((p for p in self.peers.values() if p.registration == registration), None)
+
+    def on_registered(self, message: Registered, now_s: float) -> tuple[list[Peer], list[Effect]]:
+        """(peers that this makes lost, what to do). Lost is another name of the same prefill: the newer registration is
+        the one that it knows."""
+        peer = self.named(message.registration)
+        if peer is None or peer.state not in (PeerState.CONNECTING, PeerState.REFUSED):
+            return [], []
+        twin = self.find(message.epoch)
+        peer.state, peer.epoch, peer.differences = PeerState.REGISTERED, message.epoch, []
+        peer.capacity_tokens, peer.last_seen_s, peer.draining = message.capacity.max_prompt_tokens, now_s, False
+        return [twin] if twin else [], [Up(peer.address, now_s - peer.away_since_s)]
+
+    def park(self, twins: Sequence[Peer], epoch: Epoch) -> None:
+        """Not asked again: they are the prefill of that epoch, which is registered by another name."""
+        for twin in twins:
+            other = self.find(epoch)
+            twin.differences = [Difference("address", other.address if other else "", twin.address)]
+            twin.state, twin.session, twin.registration = PeerState.REFUSED, "", 0
 
     def on_refused(self, message: Refused, now_s: float) -> list[Peer]:
         """Returns the peers that this makes lost: registered ones that no longer know us."""
@@ -148,7 +173,7 @@ class PeerBook:
     def on_heartbeat(self, message: Heartbeat, now_s: float) -> Peer | None:
         """Returns the registered peer it came from."""
         if peer := self.find(message.epoch):
-            peer.last_seen_s = now_s
+            peer.last_seen_s, peer.draining = now_s, message.draining
         return peer
 
     def on_disconnect(self, address: str, now_s: float) -> None:
@@ -182,6 +207,8 @@ class PeerBook:
             self.beats += 1
             effects += [Send(p.address, self._heartbeat(p)) for p in registered if p not in silent]
         for peer in self.peers.values():
+            if now_s >= peer.open_at_s:
+                effects += self._open(peer, now_s)
             asking = peer.state in (PeerState.CONNECTING, PeerState.REFUSED) and peer.session
             if asking and now_s >= peer.next_register_s:
                 peer.next_register_s = now_s + REGISTER_S
@@ -194,12 +221,17 @@ class PeerBook:
 
     @staticmethod
     def _able(peer: Peer, prompt_tokens: int) -> bool:
-        return peer.state is PeerState.REGISTERED and prompt_tokens <= peer.capacity_tokens
+        return peer.state is PeerState.REGISTERED and not peer.draining and prompt_tokens <= peer.capacity_tokens
 
-    def _open(self, peer: Peer) -> Effect:
+    def _open(self, peer: Peer, now_s: float) -> list[Effect]:
         newest = max(p.registration for p in self.peers.values())
         peer.state, peer.registration, peer.session = PeerState.CONNECTING, newest + 1, ""
-        return OpenSession(peer.address, peer.registration)
+        if len(peer.opened_s) == SESSIONS_A_MINUTE and now_s < peer.opened_s[0] + 60:
+            peer.open_at_s = peer.opened_s[0] + 60
+            return []
+        peer.open_at_s = float("inf")
+        peer.opened_s.append(now_s)
+        return [OpenSession(peer.address, peer.registration)]
 
     def _register(self, peer: Peer) -> Register:
         return Register(

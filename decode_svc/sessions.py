@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 from shared.errors import HandoffError
 from shared.ids import PeerAddress
+from shared.limited_log import RateLimitedLog
 from shared.ops.host import Host
 from shared.transfer.engine import TransferEngine
 from shared.transfer.sender import open_engine
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
+LOG_PERIOD_S = 10.0
 
 
 class ReceiveSessions:
@@ -20,6 +22,7 @@ class ReceiveSessions:
 
     def __init__(self, host: Host, make: Callable[[], TransferEngine], memory: Sequence[tuple[int, int]]) -> None:
         self._host, self._make, self._memory = host, make, memory
+        self._limited = RateLimitedLog(log, LOG_PERIOD_S)
         self._engines: dict[tuple[PeerAddress, int], TransferEngine] = {}
 
     async def open(self, address: PeerAddress, registration: int) -> str:
@@ -29,7 +32,7 @@ class ReceiveSessions:
                 engine = await self._host.blocking(open_engine, self._make, self._memory)
                 break
             except HandoffError as error:
-                log.warning("cannot open a receive session for %s: %s", address, error.message)
+                self._limited.warning(address, "cannot open a receive session for %s: %s", address, error.message)
                 await asyncio.sleep(RETRY_S)
         self._engines[address, registration] = engine
         return engine.session

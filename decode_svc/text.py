@@ -63,12 +63,14 @@ class TextCodec:
         text: str = self._backend.decode([token], skip_special_tokens=False)
         return text.encode()
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The chat template's prompt. Raises RequestError with the template's own words where it refuses."""
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # a template is a program and fails in its own ways, each caused by the messages
             message = f"the chat template refused the messages: {error}"
             raise RequestError(message, param="messages", code="chat_template_error") from error

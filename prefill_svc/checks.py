@@ -2,14 +2,12 @@
 
 from prefill_svc.records import Sender
 from shared.errors import DestinationRefused
-from shared.kv.layout import MAX_TOP_LOGPROBS, Layout
+from shared.kv.layout import Layout
 
 
 def objection(sender: Sender, layout: Layout, max_prompt_tokens: int, vocab_size: int) -> DestinationRefused | None:
     """Why this attempt cannot be served, if it cannot."""
     spec, tokens, destination = sender.spec, sender.tokens, sender.destination
-    if not (0 <= spec.room < 2**63 and spec.ticket < 2**63):
-        return DestinationRefused(f"room {spec.room} and ticket {spec.ticket} must be in 0 … 2**63 - 1")
     if not 0 < len(tokens) <= max_prompt_tokens:
         return DestinationRefused(f"expected 1 … {max_prompt_tokens} tokens, got {len(tokens)}", code="capacity")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -17,8 +15,6 @@ def objection(sender: Sender, layout: Layout, max_prompt_tokens: int, vocab_size
     named = [*spec.sampling.banned, *(token for token, _ in spec.sampling.logit_bias)]
     if named and not 0 <= min(named) <= max(named) < vocab_size:
         return DestinationRefused(f"token ids of the sampling must be 0 … {vocab_size - 1}", code="bad_token")
-    if not 0 <= (spec.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        return DestinationRefused(f"prompt_logprobs must be 0 … {MAX_TOP_LOGPROBS}, got {spec.prompt_logprobs}")
     if spec.dst_first_position != 0:
         return DestinationRefused(f"destination starts at position {spec.dst_first_position}, expected 0")
     wanted, items = layout.pages_for(len(tokens)), sender.peer.regions[0].items

@@ -108,6 +108,13 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Interrupt:
+    """The worker's peer is lost: what it waits for is to fail now, not after the library's own time-out."""
+
+    sender: SenderId
+
+
+@dataclass(frozen=True)
 class Drain:
     """Retire the worker's engine (a fresh one is made at the next write), then call ``drained``."""
 
@@ -115,4 +122,4 @@ class Drain:
     key: AttemptKey
 
 
-Effect: TypeAlias = Send | OpenSender | CloseSender | Write | Stream | Sweep | Finish | Halt | Drop | Drain
+Effect: TypeAlias = Send | OpenSender | CloseSender | Write | Stream | Sweep | Finish | Halt | Drop | Interrupt | Drain

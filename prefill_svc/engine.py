@@ -17,6 +17,7 @@ from prefill_svc.effects import (
     Effect,
     Finish,
     Halt,
+    Interrupt,
     OpenSender,
     Send,
     SenderId,
@@ -45,7 +46,7 @@ from shared.runtime.sampler import History
 from shared.transfer.layers import ActiveContexts, Context, LayerGroups, Outgoing, Post, Step, at_once
 from shared.transfer.mooncake_engine import MooncakeEngine
 from shared.transfer.plan import Pairing, Runs
-from shared.transfer.sender import PeerSender, SendResult
+from shared.transfer.sender import PeerSender, SendResult, try_engine
 
 log = logging.getLogger(__name__)
 REFUSAL_LOG_S = 60.0
@@ -79,6 +80,8 @@ class PrefillEngine:
         MooncakeEngine.require()
         runtime = self._runtime = await host.compute(load_runtime, config)
         slots = SlotPool(config.max_num_seqs * 4)
+        memory = [(r.base, r.item_bytes * r.items) for r in (*runtime.pool.regions(), slots.region())]
+        await host.blocking(try_engine, partial(MooncakeEngine, self._advertise), memory)
         control = await host.open_control(
             f"tcp://{config.host}:{config.control_port}",
             Codec[m.ToPrefill](m.ToPrefill),
@@ -138,7 +141,7 @@ class PrefillEngine:
                 case Send(address, message):
                     if isinstance(message, m.Refused) and message.differences:
                         differences = "; ".join(map(str, message.differences))
-                        self._limited.warning(address + differences, "refused decode %s: %s", address, differences)
+                        self._limited.warning(address, "refused decode %s: %s", address, differences)
                     self._host.outbox.send(address, message)
                 case Write(sender, key, batches, of):
                     future = self._senders[sender].send(batches, self._digest(of))
@@ -160,6 +163,8 @@ class PrefillEngine:
                 case Drop(sender, key):
                     future = self._senders[sender].settle(self._active.outgoing(key), None, None, None)
                     future.add_done_callback(partial(self._written, key))
+                case Interrupt(sender):
+                    self._senders[sender].interrupt()
                 case Drain(sender, key):
                     log.warning("transfer failed, retiring the sending engine of decode %d", sender.decode_epoch)
                     self._senders[sender].drain().add_done_callback(partial(self._drained, key))
@@ -186,13 +191,18 @@ class PrefillEngine:
         now_s = self._host.now_s()
         self._active.drop(key)
         if error := future.exception():
-            log.warning("room %d attempt %d: %s", key.room, key.ticket, error)
+            log.warning("transfer failed: %s", error, extra=self._about(key))
             self._do(self._handoff.write_failed(key, error if isinstance(error, Exception) else OSError(error), now_s))
         else:
             result = future.result()
-            log.debug("room %d: %d bytes in %.1f ms", key.room, result.sent_bytes, 1e3 * result.write_s)
+            took_ms = 1e3 * result.write_s
+            log.debug("%d bytes in %.1f ms", result.sent_bytes, took_ms, extra=self._about(key))
             self._do(self._handoff.written(key, result.sent_bytes, result.write_s, result.digest, now_s))
         self._wake.set()
+
+    def _about(self, key: AttemptKey) -> dict[str, object]:
+        """What a line of the log is about."""
+        return {"request": self._handoff.senders[key].spec.request, "room": key.room, "attempt": key.ticket}
 
     def _drained(self, key: AttemptKey, future: "asyncio.Future[None]") -> None:
         future.result()

@@ -7,10 +7,24 @@ owns its source pages and source row until neither a forward nor a transfer touc
 from collections.abc import Sequence
 
 from prefill_svc.checks import objection
-from prefill_svc.effects import Digest, Drain, Drop, Effect, Finish, Halt, Send, SenderId, Stream, Sweep, Write
+from prefill_svc.effects import (
+    Digest,
+    Drain,
+    Drop,
+    Effect,
+    Finish,
+    Halt,
+    Interrupt,
+    Send,
+    SenderId,
+    Stream,
+    Sweep,
+    Write,
+)
 from prefill_svc.peers import DecodePeer, DecodePeers
 from prefill_svc.records import Counts, Sender
-from prefill_svc.scheduler import Piece, pack
+from prefill_svc.scheduler import Piece, Waiting, pack
+from prefill_svc.sources import Sources
 from shared.errors import IntegrityError, MessageError, TransferFailed
 from shared.ids import AttemptKey, Epoch, RequestId, Ticket
 from shared.kv.layout import Layout, TopLogprobs, meta_row
@@ -51,6 +65,7 @@ class Handoff:
         self.queue: list[AttemptKey] = []
         self.counts = Counts()
         self.pages, self.slots, self.peers = pages, slots, peers
+        self._sources = Sources(layout, pages, slots)
         self.steps = 0
         self.draining = False
         """Nothing new is accepted; what was accepted goes on."""
@@ -124,11 +139,12 @@ class Handoff:
             return []
         return self._event(sender, SenderEvent.ACK)
 
-    def stop(self, request: RequestId, now_s: float) -> list[Effect]:
-        """An operator ends the attempts of this client request, or all ("") of them. What is announced stays so."""
+    def stop(self, request: RequestId | None, now_s: float) -> list[Effect]:
+        """An operator ends the attempts of this client request, or (None) all of them. What is announced stays so."""
         effects: list[Effect] = []
         for sender in list(self.senders.values()):
-            if request in ("", sender.spec.request.partition(".")[0]) and SenderEvent.STOP in SENDER.rows[sender.state]:
+            meant = request in (None, sender.spec.request.partition(".")[0])
+            if meant and SenderEvent.STOP in SENDER.rows[sender.state]:
                 self.counts.stopped += 1
                 effects += self._fail(sender, SenderEvent.STOP, "stopped by an operator", "aborted", True, now_s)
         return effects
@@ -143,13 +159,18 @@ class Handoff:
             effects += self._fail(
                 self.senders[key], SenderEvent.REFUSE, "waited too long in the queue", "timeout", True, now_s
             )
-        ready = []
+        ready: list[Waiting] = []
+        left = budget_tokens
+        others = sum(not peer.gone for peer in self.peers.peers.values()) > 1
         for sender in [self.senders[key] for key in self.queue if self.senders[key].peer.met]:
-            if not self._reserve(sender):
+            if left <= 0 or len(ready) == max_pieces:
+                break
+            if others and self._sources.crowded_by(sender, self.senders.values()):
+                continue
+            if not self._sources.reserve(sender):
                 break
             ready.append(sender.waiting())
-            if len(ready) == max_pieces:
-                break
+            left -= len(sender.tokens) - sender.done
         self._forward = pack(ready, budget_tokens, self._layout.page_size, max_pieces)
         for piece in self._forward:
             sender = self.senders[piece.key]
@@ -189,13 +210,10 @@ class Handoff:
     def compute_failed(self, error: Exception, now_s: float) -> list[Effect]:
         """The forward raised: its attempts end, nothing else does."""
         pieces, self._forward = self._forward, []
-        effects: list[Effect] = []
-        for piece in pieces:
-            why = f"the forward failed: {type(error).__name__}: {error}"
-            effects += self._fail(
-                self.senders[piece.key], SenderEvent.COMPUTE_FAILED, why, "compute_failed", False, now_s
-            )
-        return effects
+        why, event = f"the forward failed: {type(error).__name__}: {error}", SenderEvent.COMPUTE_FAILED
+        shared = len(pieces) > 1  # then another's prompt may be to blame
+        failing = [self._fail(self.senders[p.key], event, why, "compute_failed", shared, now_s) for p in pieces]
+        return [effect for effects in failing for effect in effects]
 
     # transfers
 
@@ -264,13 +282,12 @@ class Handoff:
         active: dict[SenderId, list[Ticket]] = {}
         for sender in self.senders.values():
             active.setdefault(sender.peer.sender, []).append(sender.key.ticket)
-        effects += self.peers.heartbeats(active, self.steps, busy, now_s)
+        effects += self.peers.heartbeats(active, self.steps, busy, self.draining, now_s)
         return effects + self.peers.close_unused(set(active))
 
     def check_integrity(self) -> None:
         """Pages, rows, queue and senders explain each other. Raises IntegrityError."""
-        self.pages.check_integrity([s.pages for s in self.senders.values() if s.pages is not None])
-        self.slots.check_integrity({s.slot for s in self.senders.values() if s.slot is not None})
+        self._sources.check_integrity(self.senders.values())
         queued = {k for k, s in self.senders.items() if s.state in WAITING}
         if queued != set(self.queue) or len(queued) != len(self.queue):
             raise IntegrityError(f"queue holds {self.queue}, senders in state queued are {sorted(queued)}")
@@ -295,7 +312,7 @@ class Handoff:
         for do in todo:
             match do:
                 case Do.FREE:
-                    self._free(sender)
+                    self._sources.free(sender)
                 case Do.SWEEP:
                     assert piece is not None
                     if sender.layerwise:
@@ -353,44 +370,26 @@ class Handoff:
         kv = peer.pairing.blocks(self._runs(sender, 0, tokens))
         return Write(peer.sender, sender.key, [kv, row], digest)
 
-    def _reserve(self, sender: Sender) -> bool:
-        if sender.pages is not None:
-            return True
-        if self.slots.free_slots == 0:
-            return False
-        pages = self.pages.allocate(self._layout.pages_for(len(sender.tokens)))
-        if pages is None:
-            return False
-        sender.pages, sender.slot = pages, self.slots.take()
-        return True
-
-    def _free(self, sender: Sender) -> None:
-        if sender.pages is not None:
-            self.pages.release(sender.pages)
-        if sender.slot is not None:
-            self.slots.free(sender.slot)
-        sender.pages, sender.slot = None, None
-
     def _fail(
         self, sender: Sender, event: SenderEvent, reason: str, code: str, retryable: bool, now_s: float
     ) -> list[Effect]:
         if sender.given_up is None:  # the first reason stays
-            sender.result = self._failed(sender, reason, code, retryable)
-            key = sender.key
-            sender.given_up = m.GivenUp(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable)
+            said = sender.result = self._failed(sender, reason, code, retryable)
+            key = said.epoch, said.to_epoch, said.room, said.ticket
+            sender.given_up = m.GivenUp(*key, said.reason, code, retryable)
         sender.next_repeat_s = now_s + REPEAT_S
         return self._event(sender, event)
 
     def _failed(self, sender: Sender, reason: str, code: str, retryable: bool) -> m.Failed:
-        key = sender.key
-        clean = not sender.peer.dirty
-        return m.Failed(self._epoch, key.decode_epoch, key.room, key.ticket, reason, code, retryable, clean)
+        key, clean = sender.key, not sender.peer.dirty
+        return m.Failed(self._epoch, key.decode_epoch, key.room, key.ticket, m.short(reason), code, retryable, clean)
 
     def _lose(self, peers: list[DecodePeer]) -> list[Effect]:
         """A registration is replaced or silent: nothing new for it, and what runs ends as if it were aborted."""
         effects: list[Effect] = []
         for peer in peers:
             peer.gone = True
+            effects.append(Interrupt(peer.sender))
             for sender in [s for s in self.senders.values() if s.peer is peer]:
                 effects += self._event(sender, SenderEvent.ABORT)
         return effects

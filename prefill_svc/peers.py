@@ -31,6 +31,7 @@ SUSPICION_S = 3.0
 """After its connection ended, a peer that is silent for ``SUSPECT_S`` within ``SUSPICION_S`` is lost."""
 STALL_S = 0.75
 RETIRED_KEPT = 4096
+MAX_DIFFERENCES, MAX_SHOWN = 16, 600
 MAX_PEERS = 64
 """Registrations at a time: each has a thread. Beyond, a Register is not answered until others are gone."""
 
@@ -162,7 +163,9 @@ class DecodePeers:
             if peer.address == address:
                 peer.suspect_until_s = now_s + SUSPICION_S
 
-    def heartbeats(self, active: dict[SenderId, list[Ticket]], steps: int, busy: bool, now_s: float) -> list[Effect]:
+    def heartbeats(
+        self, active: dict[SenderId, list[Ticket]], steps: int, busy: bool, draining: bool, now_s: float
+    ) -> list[Effect]:
         """One to each live registration when it is time, listing what this side works on for it."""
         if now_s < self._next_beat_s:
             return []
@@ -181,6 +184,7 @@ class DecodePeers:
                     steps=steps,
                     busy=busy,
                     active=pack_int64(active.get(p.sender, [])),
+                    draining=draining,
                 ),
             )
             for p in self.peers.values()
@@ -206,14 +210,19 @@ class DecodePeers:
     def _differences(self, message: Register) -> list[Difference]:
         ours, theirs = self._fingerprint, message.fingerprint
         differences = [
-            Difference(name, ours.get(name, "(missing)"), theirs.get(name, "(missing)"))
+            Difference(name, _shown(ours.get(name)), _shown(theirs.get(name)))
             for name in dict.fromkeys([*ours, *theirs])
             if ours.get(name) != theirs.get(name)
-        ]
+        ][:MAX_DIFFERENCES]
         if not differences:
             try:
                 check_regions(self._layout, message.regions, 1)
                 pair_regions([*self._regions, self._rows], message.regions)
             except (LayoutMismatch, DestinationRefused) as error:
-                differences = [Difference("regions", "its own layout", error.message)]
+                differences = [Difference("regions", "its own layout", _shown(error.message))]
         return differences
+
+
+def _shown(value: str | None) -> str:
+    """Long enough to tell values apart, short enough for logs and the front's status, whoever the peer is."""
+    return "(missing)" if value is None else value if len(value) <= MAX_SHOWN else value[: MAX_SHOWN - 1] + "…"

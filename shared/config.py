@@ -57,6 +57,7 @@ class ServiceConfig:
     step_limit_s: float = _option(120.0, "/health turns red when one forward takes longer", low=0.001)
     max_waiting: int = _option(256, "/ready turns red while so many requests wait; 0: never")
     log_level: str = _option("info", "debug, info, warning or error", choices=LOG_LEVELS)
+    log_format: str = _option("text", "text or json", choices=("text", "json"))
     drain_s: float = _option(8.0, "seconds that running requests get after a stop signal")
 
 

@@ -246,12 +246,13 @@ class EngineClient:
                     self._cancel(Cancel(request))
                 self._registry.count(f"handoff_requests_total{{outcome={outcome}}}")
 
-    def abort(self, name: str) -> int:
-        """An operator ends running requests: the one of this id, those whose client gave it this name, or all ("").
-        Returns how many there were."""
-        bare = name.rpartition("-")[2]  # an answer's id is its first request's with a prefix, the others add a number
+    def abort(self, name: str | None) -> int:
+        """An operator ends running requests: those of this answer's id, those whose client gave it this name, or all
+        (None). Returns how many there were."""
         named = [
-            r for r, stream in self._running.items() if name in ("", stream.client_id) or bare == r.partition(".")[0]
+            r
+            for r, stream in self._running.items()
+            if name is None or name == stream.client_id or _bare(name) == r.partition(".")[0]
         ]
         error = EngineError("aborted by an operator", "aborted", 503, "service_unavailable", True)
         for request in named:
@@ -259,10 +260,10 @@ class EngineClient:
             self._cancel(Cancel(request))
         return len(named)
 
-    def stop(self, name: str) -> None:
-        """For a prefill's engine: end the attempts of this request, or all (""). Raises Unavailable, PeerBusy."""
+    def stop(self, name: str | None) -> None:
+        """For a prefill's engine: end the attempts of this request, or all (None). Raises Unavailable, PeerBusy."""
         self.require()
-        self._send(Stop(RequestId(name.rpartition("-")[2])))
+        self._send(Stop(None if name is None else RequestId(_bare(name))))
 
     def _deliver(self, output: Output) -> None:
         stream = self._running.get(output.request)
@@ -284,7 +285,7 @@ class EngineClient:
         try:
             self._send(cancel)
         except HandoffError as error:
-            log.warning("cancel of %s waits: %s", cancel.request, error)
+            log.warning("a cancel waits: %s", error, extra={"request": cancel.request})
             self._unsent_cancels.append(cancel)
 
     def _rearm(self, now_s: float) -> None:
@@ -292,3 +293,8 @@ class EngineClient:
         if now_s - self._ticked_s > STALLED_S:
             self._heard_s = max(self._heard_s, now_s)
             self._ticked_s = now_s
+
+
+def _bare(name: str) -> str:
+    """An answer's id is its first request's with a prefix; its other requests add a number."""
+    return name.rpartition("-")[2] or name

@@ -12,16 +12,17 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from shared.config import ServiceConfig
-from shared.errors import ConfigError, HandoffError, IntegrityError, PeerBusy, StateError
+from shared.errors import ConfigError, HandoffError, IntegrityError, MessageError, PeerBusy, StateError
 from shared.ops import logs
 from shared.protocol.codec import Codec
-from shared.protocol.local import StartFailed, ToEngine
+from shared.protocol.local import StartFailed, Status, ToEngine
 from shared.signal.channel import Channel, Link
 from shared.signal.outbox import Outbox
 from shared.signal.zmq_channel import open_channel
@@ -111,6 +112,10 @@ class Host:
                 self._unsent.popleft()
         except PeerBusy:
             log.debug("the front is slow: %d messages wait", len(self._unsent))
+        except MessageError:
+            if not isinstance(self._unsent.popleft(), Status):
+                raise  # an ending that can never be told: the front tells it, when this engine is gone
+            log.exception("a status was dropped")
 
     def compute(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         """Run in the one compute thread, after what runs there already."""
@@ -155,7 +160,7 @@ class Engine(Protocol):
 def run_engine(name: str, config: C, sockets: LocalSockets, make: Callable[[C, Host], Engine]) -> NoReturn:
     """An engine process from its first line to its exit, which is immediate: threads that block in a transfer library
     do not hold it up. Exit status 2 where it could not start; the front has been told why."""
-    logs.setup(name, config.log_level)
+    logs.setup(name, config.log_level, config.log_format)
     status = asyncio.run(_run_engine(config, sockets, make))
     logging.shutdown()
     os._exit(status)
@@ -203,18 +208,18 @@ def advertised_host(configured: str, bind_host: str, peers: list[str]) -> str:
             f"peer {remote[0]} is on another host but would be told to reach this one at {host}: set --host and "
             "--advertise-host to an address that it can reach"
         )
-    if not configured:
-        log.info("advertising %s (set --advertise-host to choose another)", host)
+    log.info("advertising %s%s", host, "" if configured else " (set --advertise-host to choose another)")
     return host
 
 
 def _route_source(peers: list[str]) -> str:
+    """A peer that has not started may not have a name yet either; then the way to anywhere tells."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peers[0] if peers else "192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+        for target in (*peers[:1], "192.0.2.1"):
+            with suppress(OSError):
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _is_loopback(host: str) -> bool:

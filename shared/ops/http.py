@@ -43,15 +43,15 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
-async def abort_target(request: web.Request) -> str:
-    """The body's request id, or "" for all. Raises RequestError where it is not exactly one of the two."""
+async def abort_target(request: web.Request) -> str | None:
+    """The body's request id, or None for all. Raises RequestError where it is not exactly one of the two."""
     try:
         body = msgspec.json.decode(await request.read(), type=AbortRequest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is no abort request: {error}", code="invalid_body") from error
     if bool(body.rid) == body.abort_all:
         raise RequestError("expected either rid or abort_all: true", param="rid", code="invalid_value")
-    return body.rid
+    return body.rid or None
 
 
 def error_object(error: HandoffError) -> dict[str, Any]:
@@ -105,13 +105,14 @@ def base_app(engine: EngineClient, registry: Registry, objections: Callable[[Sta
         try:
             response = await _answered(request, handler, limited)
             status = f"{response.status // 100}xx"
-            log.debug("%s %r → %d", request.method, request.path, response.status)
+            about = {"request": request_id(request)}
+            log.debug("%s %r → %d", request.method, request.path, response.status, extra=about)
             return response
         finally:
             registry.count(f"handoff_http_requests_total{{route={_route(request)},status={status}}}")
 
     async def name_response(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["X-Request-Id"] = client_id(request) or request_id(request)
+        response.headers["X-Request-Id"] = client_id(request) or request.get(_REQUEST_ID) or uuid.uuid4().hex
 
     async def health(_request: web.Request) -> web.Response:
         return verdict_response(engine.health(engine.clock()), "unhealthy")
@@ -140,13 +141,19 @@ def _route(request: web.Request) -> str:
 
 async def _answered(request: web.Request, handler: Handler, limited: RateLimitedLog) -> web.StreamResponse:
     """The handler's response, or its error as one. Cancellation (the client is gone) passes through."""
+    about = {"request": request_id(request)}
     try:
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            # a few kilobytes of it may be gigabytes, and unpacking them would hold up every stream
+            raise RequestError(
+                "a compressed body is not taken; send it as it is", code="unsupported_encoding", status=415
+            )
         return await handler(request)
     except HandoffError as error:
         if isinstance(error, RequestError):
-            log.debug("%s %r refused: %s", request.method, request.path, error.message)
+            log.debug("%s %r refused: %s", request.method, request.path, error.message, extra=about)
         else:
-            limited.warning(error.code, "%s %r refused: %s", request.method, request.path, error.message)
+            limited.warning(error.code, "%s %r refused: %s", request.method, request.path, error.message, extra=about)
         return error_response(error)
     except web.RequestPayloadError as error:
         request.content.feed_eof()  # or aiohttp meets the same error again, as its own, when it discards the rest
@@ -167,8 +174,20 @@ async def _answered(request: web.Request, handler: Handler, limited: RateLimited
             response.headers["Allow"] = error.headers["Allow"]
         return response
     except Exception:
-        log.warning("%s %r failed", request.method, request.path, exc_info=True)
+        log.warning("%s %r failed", request.method, request.path, exc_info=True, extra=about)
         return error_response(HandoffError("internal error; the service's log says more"))
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's words on what is no HTTP: a line at a limited rate instead of a traceback each."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._limited = RateLimitedLog(logger, REFUSAL_LOG_S)
+
+    def exception(self, msg: object, *args: object, exc_info: Any = None, **_: Any) -> None:
+        text = str(msg) % args if args else str(msg)
+        self._limited.warning(type(exc_info).__name__, "%s: %s", text, exc_info)
 
 
 async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
@@ -176,7 +195,14 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
 
     ``handler_cancellation`` is what turns a client's disconnect into a Cancel.
     """
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=1.0,
+        auto_decompress=False,
+        logger=_ServerLog(log),
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -24,6 +24,8 @@ ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/models",
+    "/tokenize",
+    "/detokenize",
     "/health",
     "/metrics",
     "/server_info",

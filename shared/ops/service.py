@@ -40,7 +40,7 @@ def run_front(
     make_app: Callable[[C, EngineClient, Registry], Awaitable[web.Application]],
 ) -> int:
     """Returns the exit status. Raises ConfigError for what the operator can mend, the engine's own words included."""
-    logs.setup(side, config.log_level)
+    logs.setup(side, config.log_level, config.log_format)
     with _private_folder() as folder:
         sockets = LocalSockets(f"ipc://{Path(folder, 'front')}", f"ipc://{Path(folder, 'engine')}")
         # before the loop exists, so that a process forked from a preloaded one may fork its engine in turn

@@ -48,9 +48,9 @@ class Cancel(LocalMessage, frozen=True):
 
 
 class Stop(LocalMessage, frozen=True):
-    """The operator's abort, on prefill: this client request's attempts end with an error; "" means all of them."""
+    """The operator's abort, on prefill: the attempts of this client request, or (None) all, end with an error."""
 
-    request: RequestId
+    request: RequestId | None
 
 
 class Drain(LocalMessage, frozen=True):

@@ -4,19 +4,36 @@ Every message names the epoch of its sender and the epoch it believes it speaks 
 incarnation is ever acted on. Lists of ints travel as little-endian int32 bytes. Times travel as remaining
 milliseconds, because clocks differ. Delivery may lose, delay, reorder and duplicate: Register, Completed, Failed,
 GivenUp and Abort are re-sent until answered, and every handler is idempotent.
+
+Bounds are part of the types: what is outside of them is malformed, and nothing else of this program sees it. A peer's
+words end up in logs, in answers and in the front's status, so they are short.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from shared.ids import AttemptKey, Epoch, PeerAddress, RequestId, Room, Ticket
 
 PROTOCOL_VERSION = 3
 
 Int32s = npt.NDArray[np.int32]
+
+MAX_NAME, MAX_TEXT = 256, 2048
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Address = Annotated[PeerAddress, Meta(max_length=MAX_NAME)]
+RoomId = Annotated[Room, Meta(ge=0, le=2**63 - 1)]
+TicketId = Annotated[Ticket, Meta(ge=0, le=2**63 - 1)]
+TopCount = Annotated[int, Meta(ge=0, le=20)]
+
+
+def short(text: str) -> str:
+    """No longer than a message may carry."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 def pack_int32(values: npt.ArrayLike) -> bytes:
@@ -77,9 +94,9 @@ class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One field in which two sides do not match (S45); an absent value is shown as "(missing)"."""
 
-    field: str
-    prefill: str
-    decode: str
+    field: Name
+    prefill: Text
+    decode: Text
 
     def __str__(self) -> str:
         return f"{self.field}: prefill has {self.prefill!r}, decode has {self.decode!r}"
@@ -89,16 +106,16 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one choice is sampled. ``seed`` is always set: randomness is a function of (seed, choice, position)."""
 
     seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    top_logprobs: int = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    top_logprobs: TopCount = 0
     """So many of the likeliest tokens are told with each; at most 20."""
-    logit_bias: list[tuple[int, float]] = []
+    logit_bias: list[tuple[int, Annotated[float, Meta(ge=-100, le=100)]]] = []
     banned: list[int] = []
     """Tokens that may not be drawn before position ``banned_before`` of the sequence (min_tokens)."""
     banned_before: int = 0
@@ -164,23 +181,23 @@ class Addressed(Message, frozen=True):
     ``registration`` rises with each new receive session of one decode epoch; an older one is never written to again.
     """
 
-    reply_to: PeerAddress
+    reply_to: Address
     registration: int
 
 
 class Register(Addressed, frozen=True):
     """Decode offers its memory. Re-sent until Registered or Refused arrives."""
 
-    session: str
+    session: Name
     """The receive engine that this prefill, and no other writer, is to write through."""
-    fingerprint: dict[str, str]
+    fingerprint: Annotated[dict[Name, Text], Meta(max_length=64)]
     regions: list[Region]
 
 
 class Prefill(Addressed, frozen=True):
-    room: Room
-    ticket: Ticket
-    request: RequestId
+    room: RoomId
+    ticket: TicketId
+    request: Annotated[RequestId, Meta(max_length=MAX_NAME)]
     """The client's request, for logs and for an operator who wants to stop it."""
     tokens: bytes
     dst_first_position: int
@@ -191,21 +208,21 @@ class Prefill(Addressed, frozen=True):
     remaining_ms: int
     digest: bool
     """Compute the digest of what is written, and tell it with the completion."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: TopCount | None = None
     """Tell the prompt tokens' log-probabilities with the completion, and so many of the likeliest in their places."""
 
 
 class Abort(Addressed, frozen=True):
-    room: Room
-    ticket: Ticket
-    reason: str
+    room: RoomId
+    ticket: TicketId
+    reason: Text
 
 
 class Ack(Message, frozen=True):
     """Answers Completed and Failed; after it prefill may forget the attempt."""
 
-    room: Room
-    ticket: Ticket
+    room: RoomId
+    ticket: TicketId
 
 
 # prefill → decode
@@ -220,14 +237,14 @@ class Refused(Message, frozen=True):
     """The pair does not match, or (no differences) this prefill does not know the sender: register anew."""
 
     registration: int
-    differences: list[Difference]
+    differences: Annotated[list[Difference], Meta(max_length=128)]
 
 
 class Completed(Message, frozen=True):
     """All of the attempt's bytes are known to have landed, the metadata row included."""
 
-    room: Room
-    ticket: Ticket
+    room: RoomId
+    ticket: TicketId
     parts: list[Coverage]
     timings: Timings
     prompt: PromptLogprobs | None = None
@@ -236,10 +253,10 @@ class Completed(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The attempt ended without a result, and this side writes for it no more. ``clean``: see AbortAck."""
 
-    room: Room
-    ticket: Ticket
-    reason: str
-    code: str
+    room: RoomId
+    ticket: TicketId
+    reason: Text
+    code: Name
     retryable: bool
     clean: bool
 
@@ -248,10 +265,10 @@ class GivenUp(Message, frozen=True):
     """The attempt will bring no result, but its last forward or write has not ended. Re-sent until Abort, which is
     what answers it: the end of the writes comes as AbortAck."""
 
-    room: Room
-    ticket: Ticket
-    reason: str
-    code: str
+    room: RoomId
+    ticket: TicketId
+    reason: Text
+    code: Name
     retryable: bool
 
 
@@ -262,8 +279,8 @@ class AbortAck(Message, frozen=True):
     failed write's bytes may lie in the receiver's own socket buffers, where only the receiver can end them.
     """
 
-    room: Room
-    ticket: Ticket
+    room: RoomId
+    ticket: TicketId
     clean: bool
 
 
@@ -283,6 +300,8 @@ class Heartbeat(Addressed, frozen=True):
     steps: int
     busy: bool
     active: bytes
+    draining: bool = False
+    """A prefill that takes no new prompts."""
 
 
 ToPrefill: TypeAlias = Register | Prefill | Abort | Ack | Heartbeat

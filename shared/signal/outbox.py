@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 
 from shared.errors import HandoffError, PeerBusy
+from shared.limited_log import RateLimitedLog
 from shared.signal.channel import Channel, Link
 
 log = logging.getLogger(__name__)
 
+LOG_PERIOD_S = 10.0
 MAX_LINKS = 64
 """A control port may be told any reply address; beyond so many, the one used longest ago is closed."""
 
@@ -29,6 +31,7 @@ class Outbox:
         self._opening: dict[str, list[msgspec.Struct]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
+        self._limited = RateLimitedLog(log, LOG_PERIOD_S)
 
     def send(self, address: str, message: msgspec.Struct) -> None:
         """Queue it now, or as soon as the link is made. Never blocks, never raises for a peer's state."""
@@ -37,6 +40,8 @@ class Outbox:
             self._send(link, message)
         elif address in self._opening:
             self._opening[address].append(message)
+        elif len(self._opening) >= MAX_LINKS:
+            self.dropped += 1
         else:
             self._opening[address] = [message]
             self._spawn(self._open(address))
@@ -52,7 +57,7 @@ class Outbox:
             link = await self._channel.connect(address, on_disconnect=partial(self._on_disconnect, address))
         except HandoffError as error:
             self.dropped += len(self._opening.pop(address))
-            log.warning("cannot send to %s: %s", address, error.message)
+            self._limited.warning("cannot send", "cannot send to %s: %s", address, error.message)
             return
         if len(self._links) >= MAX_LINKS:
             oldest = next(iter(self._links))

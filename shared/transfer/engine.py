@@ -71,6 +71,11 @@ class TransferEngine(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """From any thread: whatever waits, and every later ``contact``, ``submit`` and ``wait``, raises TransferFailed
+        at once. What was submitted may go on until ``retire``."""
+        ...
+
     def retire(self) -> None:
         """Unregister and destroy; idempotent. Takes up to about a second. No byte moves through it afterwards."""
         ...

@@ -84,6 +84,13 @@ class MemoryNetwork:
                 move.error = move.error or "an engine was retired"
                 move.ended.set()
 
+    def interrupt(self, engine: "MemoryEngine") -> None:
+        """Who waits for a batch of its hears that it failed; the bytes may still land."""
+        with self._lock:
+            for move in [m for m in self.moves if m.sender is engine]:
+                move.error = move.error or "interrupted"
+                move.ended.set()
+
     def _copy(self, move: _Move) -> None:
         src, dst, length = move.blocks[move.landed]
         move.landed += 1
@@ -103,6 +110,7 @@ class MemoryEngine:
         self._regions: list[tuple[int, int]] = []
         self._moves: dict[Batch, _Move] = {}
         self._ids = count(1)
+        self._interrupted = False
         network.engines[self.session] = self
 
     def holds(self, base: int, length_bytes: int) -> bool:
@@ -118,6 +126,7 @@ class MemoryEngine:
 
     def contact(self, session: str) -> None:
         self._alive()
+        self._check_interrupted()
         if not self._regions:
             raise ValueError("no source is registered")
         if session not in self._network.engines:
@@ -125,6 +134,7 @@ class MemoryEngine:
 
     def submit(self, session: str, blocks: Blocks) -> Batch:
         self._alive()
+        self._check_interrupted()
         if not len(blocks) or not len(blocks.src) == len(blocks.dst) == len(blocks.length):
             raise ValueError(f"{len(blocks.src)} sources, {len(blocks.dst)} targets, {len(blocks.length)} lengths")
         if blocks.length.min() <= 0:
@@ -143,13 +153,22 @@ class MemoryEngine:
         move = self._moves.pop(batch, None)
         if move is None:
             raise ValueError(f"batch {batch} is unknown, or was waited for already")
+        self._check_interrupted()
         move.ended.wait()
         if move.error is not None:
             raise TransferFailed(f"a batch of {len(move.blocks)} blocks failed: {move.error}")
 
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self._network.interrupt(self)
+
     def retire(self) -> None:
         self._network.retire(self)
         self._regions.clear()
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise TransferFailed(f"engine {self.session} was interrupted")
 
     def _alive(self) -> None:
         if self._network.engines.get(self.session) is not self:

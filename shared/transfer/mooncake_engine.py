@@ -7,6 +7,7 @@ engines from one range.
 import bisect
 import importlib.metadata
 import os
+import resource
 import socket
 import stat
 import struct
@@ -34,8 +35,8 @@ MIN_POLL_S, MAX_POLL_S = 50e-6, 5e-3
 PROGRESS_S = 10
 """A block that does not move for so long has failed."""
 PORTS = range(15000, 32768)
-WINDOW = 128
-KEPT_PORTS = WINDOW // 2
+WINDOW = 256
+KEPT_PORTS = 64
 
 _EXTRAS = "handoff[cpu] where there is no CUDA, handoff[cuda12] or handoff[cuda13] where there is"
 _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
@@ -71,6 +72,7 @@ class MooncakeEngine:
         self._batches: dict[Batch, list[_Part]] = {}
         self._moving: deque[_Part] = deque()
         self._stalled: set[str] = set()
+        self._interrupted = False
         self._ids = count(1)
         self._stall_s = float(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"]) + 0.5
         with _making:
@@ -94,7 +96,8 @@ class MooncakeEngine:
             raise ValueError(f"cannot register {length_bytes} bytes at {base:#x}")
         # The batch call lets other threads run; pinning gigabytes for RDMA takes seconds.
         if code := self._alive().batch_register_memory([base], [length_bytes]):
-            raise TransferFailed(f"cannot register {length_bytes} bytes at {base:#x}: Mooncake says {code}")
+            problem = f"cannot register {length_bytes} bytes at {base:#x}: Mooncake says {code}"
+            raise TransferFailed(problem + _memory_limits(length_bytes))
         at = bisect.bisect(self._starts, base)
         self._starts.insert(at, base)
         self._ends.insert(at, base + length_bytes)
@@ -104,10 +107,12 @@ class MooncakeEngine:
         """A write of no bytes: it makes the handshake, and unlike the library's other calls that do, lets other threads
         run meanwhile."""
         engine = self._alive()
+        self._check_interrupted()
         if not self._starts:
             raise ValueError("no source is registered")
         handle = engine.transfer_submit_write(session, self._starts[0], 0, 0)
         while handle and (state := engine.transfer_check_status(handle)) == 0:
+            self._check_interrupted()
             time.sleep(MAX_POLL_S)
         if not handle or state != 1:
             raise TransferFailed(f"Mooncake cannot reach {session}: is that engine still there?")
@@ -133,12 +138,16 @@ class MooncakeEngine:
         if parts is None:
             raise ValueError(f"batch {batch} is unknown, or was waited for already")
         for at, part in enumerate(parts):
+            self._check_interrupted()
             if part.ok is None and part.session not in self._stalled:  # else its turn to fail comes minutes later
                 self._finish(part)
             if not part.ok:  # to wait for the others too could take a time-out for each of their blocks
                 self._moving = deque(moving for moving in self._moving if moving not in parts)
                 blocks = sum(part.blocks for part in parts)
                 raise TransferFailed(f"Mooncake failed part {at + 1} of {len(parts)} of a batch of {blocks} blocks")
+
+    def interrupt(self) -> None:
+        self._interrupted = True
 
     def retire(self) -> None:
         if self._engine is None:
@@ -157,7 +166,12 @@ class MooncakeEngine:
             raise ValueError(f"engine {self.session} is retired")
         return self._engine
 
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise TransferFailed(f"engine {self.session} was interrupted: retire it")
+
     def _check_stalled(self, session: str) -> None:
+        self._check_interrupted()
         if session in self._stalled:
             raise TransferFailed(f"{session} has stalled, and what it was sent is still queued: retire this engine")
 
@@ -199,6 +213,7 @@ class MooncakeEngine:
         """
         started_s, waited_s = time.monotonic(), 0.0
         while (state := self._engine.transfer_check_status(part.last)) == 0 and part.ok is None:
+            self._check_interrupted()
             time.sleep(min(max(MIN_POLL_S, waited_s / 16), MAX_POLL_S))
             waited_s = time.monotonic() - started_s
             if part.body and waited_s > self._stall_s:
@@ -226,8 +241,16 @@ class MooncakeEngine:
                     socket.create_connection(("127.0.0.1", self._port), timeout=0.1).close()
 
 
+def _memory_limits(needed: int) -> str:
+    """What may have kept a card from pinning so much, "" for nothing."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return ""
+    return f"; the limit of locked memory (ulimit -l, memlock) is {limit} bytes, less than the {needed} needed"
+
+
 def port_window(now_s: float) -> int:
-    """First port of a process that starts now. Those that start 1 … 137 s apart get ranges of their own, so that a late
+    """First port of a process that starts now. Those that start 1 … 68 s apart get ranges of their own, so that a late
     write to a dead process does not find its successor at the old address."""
     return PORTS.start + int(now_s) % (len(PORTS) // WINDOW) * WINDOW
 

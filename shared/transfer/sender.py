@@ -41,7 +41,7 @@ class PeerSender:
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = SimpleQueue()
         self._engine: TransferEngine | None = None
-        self._closed = False
+        self._closed, self._interrupted = False, threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"send-{name}", daemon=True)
         self._thread.start()
 
@@ -65,6 +65,12 @@ class PeerSender:
         """The end of what went by layer: what the last ``context`` has left, then, when all of it has landed, the
         metadata row. Without a row, only the wait. The future raises as ``send``'s."""
         return self._put(lambda: self._settle(outgoing, context, row, digest))
+
+    def interrupt(self) -> None:
+        """The peer is lost: whatever waits for it, or will, fails now. From the loop."""
+        self._interrupted.set()
+        if (engine := self._engine) is not None:
+            engine.interrupt()
 
     def drain(self) -> "asyncio.Future[None]":
         """Done when nothing that was sent before can still move; the next ``send`` makes a fresh engine."""
@@ -125,7 +131,11 @@ class PeerSender:
 
     def _open(self) -> TransferEngine:
         if self._engine is None:
+            if self._interrupted.is_set():
+                raise TransferFailed(f"the peer of {self._session} is lost")
             self._engine = open_engine(self._make_engine, self._sources)
+            if self._interrupted.is_set():  # meanwhile
+                self._engine.interrupt()
         return self._engine
 
     def _retire(self) -> None:
@@ -144,6 +154,11 @@ def open_engine(make: Callable[[], TransferEngine], memory: Sequence[tuple[int, 
         engine.retire()
         raise
     return engine
+
+
+def try_engine(make: Callable[[], TransferEngine], memory: Sequence[tuple[int, int]]) -> None:
+    """For the start of a service, so that memory which cannot be registered ends it there. Raises TransferFailed."""
+    open_engine(make, memory).retire()
 
 
 def _resolve(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:

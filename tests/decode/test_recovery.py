@@ -1,13 +1,13 @@
 """What decode does when a hand-over does not go as it should."""
 
-from decode_svc.effects import Compute, Ended, Prebuild, Verify
+from decode_svc.effects import Compute, Ended, OpenSession, Prebuild, Send, Verify
 from decode_svc.leases import CROWDED_S, QUARANTINE_S
-from decode_svc.peers import GRACE_S
+from decode_svc.peers import GRACE_S, PeerState
 from shared.ids import PeerAddress, RequestId, Room, Ticket
 from shared.protocol import messages as m
 from shared.protocol.local import Output
 from shared.protocol.machine import RequestState
-from tests.decode.rig import FIRST, ME, P0, P1, Rig, endings, fenced, messages
+from tests.decode.rig import FIRST, ME, P0, P1, SECOND, Rig, endings, fenced, messages
 
 
 def test_a19_a_new_request_waits_as_long_as_a_restarted_peer_needs_to_be_found() -> None:
@@ -143,3 +143,62 @@ def test_s66_quarantine_beyond_its_bound_ends_by_a_fence() -> None:
     crowded.submit("b", prompt=12, max_tokens=1)
     assert fences_after(CROWDED_S) == []
     assert fences_after(0.5) == [(FIRST, 1)]
+
+
+def test_a_prefill_that_is_draining_is_not_asked_and_costs_no_attempt() -> None:
+    rig = Rig(P0, P1)
+    rig.submit("r")
+    (first,) = (lease.peer for lease in rig.intake.leases.open.values())
+    epoch, ticket = (P0, 1) if first == FIRST else (P1, 1)
+    stopping = m.Failed(epoch, ME, Room(1), Ticket(ticket), "the service is stopping", "shutting_down", True, True)
+    (again,) = messages(rig.take(stopping), m.Prefill)
+    assert again.to_epoch != epoch
+    assert rig.intake.requests[RequestId("r")].attempts == 1
+    for name in ("a", "b", "c"):
+        (asked,) = messages(rig.submit(name), m.Prefill) or [None]
+        assert asked is None or asked.to_epoch != epoch
+
+
+def test_a_heartbeat_tells_that_a_prefill_is_draining_and_that_it_is_no_more() -> None:
+    rig = Rig(P0)
+    beat = m.Heartbeat(P0, ME, FIRST, 1, 1, 0, 0, False, b"", True)
+    rig.take(beat)
+    assert not messages(rig.submit("r"), m.Prefill)
+    rig.take(m.Heartbeat(P0, ME, FIRST, 1, 2, 0, 0, False, b"", False))
+    rig.now_s += 0.1
+    assert messages(list(rig.intake.tick(rig.now_s)), m.Prefill)
+
+
+def test_two_names_of_one_prefill_are_one_peer() -> None:
+    """The newer registration is the one that it knows; the older name is asked no more, and says so."""
+    rig = Rig()
+    for registration in (1, 2):
+        rig.take(m.Registered(P0, ME, registration, m.Capacity(30)))
+    states = {peer.address: peer.state for peer in rig.peers.peers.values()}
+    assert states == {FIRST: PeerState.REFUSED, SECOND: PeerState.REGISTERED}
+    assert f"address: prefill has '{SECOND}'" in str(rig.peers)
+    assert not rig.intake.fenced(FIRST, 1, rig.now_s)
+    rig.take(m.Registered(P0, ME, 1, m.Capacity(30)))  # a late copy
+    assert rig.peers.peers[FIRST].state is PeerState.REFUSED
+    for _ in range(10):
+        rig.now_s += 1
+        rig.take(m.Heartbeat(P0, ME, SECOND, 2, 1, 0, 0, False, b""))
+        effects = list(rig.intake.tick(rig.now_s))
+        assert {e.address for e in effects if isinstance(e, Send)} <= {SECOND}
+        assert not fenced(effects)
+
+
+def test_sessions_that_come_and_go_without_end_are_opened_at_a_limited_rate() -> None:
+    rig = Rig(P0)
+    opened = 0
+    for second in range(120):
+        rig.now_s = 100.0 + second
+        peer = rig.peers.peers[FIRST]
+        if peer.state is PeerState.REGISTERED:
+            rig.take(m.Refused(P0, ME, peer.registration, []))
+            opened += len(
+                [e for e in rig.intake.fenced(FIRST, peer.registration, rig.now_s) if isinstance(e, OpenSession)]
+            )
+        opened += len([e for e in rig.intake.tick(rig.now_s) if isinstance(e, OpenSession)])
+        rig.take(m.Registered(P0, ME, peer.registration, m.Capacity(30)))
+    assert 30 <= opened <= 61

@@ -27,6 +27,9 @@ NOISE: list[list[bytes]] = [
     [HEADER, msgspec.msgpack.encode([1, 2, 3]), b"more"],
     [b"HO\xff\xff", b"\x80"],
     [b"\x00" * 65536, b"\xff" * 65536],
+    encode(m.Register(Epoch(1), Epoch(0), PeerAddress("tcp://127.0.0.1:9"), 1, "h:1", {"model": "x" * (1 << 20)}, [])),
+    encode(m.Refused(Epoch(1), Epoch(2), 1, [m.Difference("model", "x" * (1 << 20), "y")])),
+    encode(m.Abort(Epoch(1), Epoch(2), PeerAddress("tcp://127.0.0.1:9"), 1, Room(1), Ticket(2**63), "x")),
 ]
 
 
@@ -98,6 +101,41 @@ async def test_a21_floods_about_attempts_that_nobody_has_leave_memory_flat(pair:
     await pair.check_books()
     after = [e.memory_info().rss for e in engines]
     assert all(b - a < 8 << 20 for a, b in zip(before, after, strict=True)), (before, after)
+
+
+async def test_a24_a32_what_strangers_send_costs_few_lines(pair: Pair) -> None:
+    """Addresses that cannot be reached, and fingerprints that all differ: well-formed, and answered by nothing."""
+    alone = await ask(pair, 4)
+    messages: list[msgspec.Struct] = []
+    for i in range(1500):
+        nowhere, someone = PeerAddress(f"bad {i}"), PeerAddress(f"tcp://127.0.0.1:{20000 + i % 200}")
+        messages.append(m.Abort(Epoch(1), Epoch(2), nowhere, 1, Room(i), Ticket(i), "x"))
+        messages.append(m.Register(Epoch(i + 1), Epoch(0), someone, i, "nowhere:1", {"page_size": str(i)}, []))
+        messages.append(m.Refused(Epoch(i), Epoch(i), i, [m.Difference("page_size", str(i), "16")]))
+    before = [len(service.log().splitlines()) for service in (pair.decode, pair.prefill)]
+    await send([pair.decode.control, pair.prefill.control], [encode(message) for message in messages])
+    assert await ask(pair, 4) == alone
+    await pair.check_books()
+    after = [len(service.log().splitlines()) for service in (pair.decode, pair.prefill)]
+    assert after[0] - before[0] < 20, pair.decode.log()[-2000:]
+    assert after[1] - before[1] < 260, pair.prefill.log()[-2000:]  # one for each address
+
+
+async def test_a_prefill_that_is_named_twice_is_one_peer(forks: Forks, tmp_path: Path, tiny: Path) -> None:
+    async with AsyncExitStack() as stack:
+        pair = await start_pair(stack, forks, tmp_path, tiny, "--served-model-name", "tiny", "--max-model-len", "128")
+        alone = await ask(pair, 2)
+        pair.decode.kill()
+        port = pair.prefill.control.rsplit(":", 1)[1]
+        pair.decode.flags += ["--port", pair.decode.url.rsplit(":", 1)[1], "--prefill", f"localhost:{port}"]
+        await asyncio.to_thread(lambda: pair.decode.start().wait_ready())
+        await pair.wait_registered(1)
+        for _ in range(10):
+            assert await ask(pair, 2) == alone
+            await asyncio.sleep(0.2)
+        assert await pair.client.metric("handoff_fences_total") <= 1
+        assert await pair.client.metric('handoff_peers{state="refused"}') == 1
+        await pair.check_books()
 
 
 async def test_a_burst_far_beyond_pages_and_slots_is_served_in_turn(forks: Forks, tmp_path: Path, tiny: Path) -> None:

@@ -112,3 +112,30 @@ async def test_a_frozen_decode_delays_no_other(forks: Forks, tmp_path: Path, tin
             assert status == 200 or answer["error"]["retryable"], answer
         await pair.wait_registered()
         await pair.check_books()
+
+
+async def test_a_frozen_decode_that_has_filled_prefills_queue_delays_no_other(
+    forks: Forks, tmp_path: Path, tiny: Path
+) -> None:
+    """Its prompts alone would take all of prefill's pages, and keep them until it is given up."""
+    async with AsyncExitStack() as stack:
+        flags = (*FLAGS[:4], "--chunked-prefill-size", "16")
+        pair = await start_pair(stack, forks, tmp_path, tiny, *flags, decodes=2)
+        ill, well = pair.clients
+        known = await cases(well, "m", 6)
+        for pause_s in (0.03, 0.08, 0.2):
+            body = {**known[-1].body, "prompt": [3] * 250, "max_tokens": 2}
+            prompts = [asyncio.ensure_future(ill.post("/v1/completions", body)) for _ in range(16)]
+            await asyncio.sleep(pause_s)
+            pair.decode.engine().send_signal(signal.SIGSTOP)
+            for case in known * 3:
+                status, answer = await asyncio.wait_for(well.post("/v1/completions", case.body), 2.5)
+                assert (status, answer["choices"][0]["text"]) == (200, case.text)
+            await asyncio.sleep(4)  # it is lost by now, and its pages are free although it stands still
+            prefill = await stack.enter_async_context(Client(pair.prefill.url))
+            assert await prefill.metric("handoff_pages_free") == await prefill.metric("handoff_pages_usable")
+            pair.decode.engine().send_signal(signal.SIGCONT)
+            for status, answer in await asyncio.gather(*prompts):
+                assert status == 200 or answer["error"]["retryable"], answer
+            await pair.wait_registered()
+        await pair.check_books()

@@ -80,4 +80,7 @@ async def test_prefill_tells_its_engine() -> None:
         engine.ready()
         assert (await http.post("/abort_request", {"rid": "chatcmpl-abc"}))[0] == 202
         assert (await http.post("/abort_request", {"abort_all": True}))[0] == 202
-        assert engine.received == [Stop(RequestId("abc")), Stop(RequestId(""))]
+        for nobody in ("-", "somebody-elses-"):  # an id that ends in a dash is not "all"
+            assert (await http.post("/abort_request", {"rid": nobody}))[0] == 202
+        names = [message.request for message in engine.received if isinstance(message, Stop)]
+        assert names == [RequestId("abc"), None, RequestId("-"), RequestId("somebody-elses-")]

@@ -1,9 +1,7 @@
 """What does not fit, what cannot be served now, and HTTP's own errors (A3, A9, A17)."""
 
 import asyncio
-import gzip
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -165,15 +163,6 @@ async def test_routes_methods_and_sizes(engine: FakeEngine, http: Http) -> None:
     assert engine.received == []
     assert engine.metric('handoff_http_requests_total{route="other",status="4xx"}') == 1
     assert engine.metric('handoff_http_requests_total{route="/v1/completions",status="4xx"}') == 2
-
-
-async def test_broken_encodings(engine: FakeEngine, http: Http, caplog: pytest.LogCaptureFixture) -> None:
-    headers = {"Content-Encoding": "gzip"}
-    await refusal(engine, http, "/v1/completions", b"no gzip", 400, "invalid_body", headers=headers)
-    engine.received.clear()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    packed = gzip.compress(json.dumps(COMPLETION).encode())
-    assert (await http.post("/v1/completions", packed, headers=headers))[0] == 200
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "no type"])

@@ -1,3 +1,4 @@
+import json
 import logging
 import re
 import warnings
@@ -48,6 +49,24 @@ def test_text_from_outside_can_neither_forge_a_line_nor_reach_the_terminal(capsy
     logs.setup("svc", "info")
     logging.getLogger("shared").info("%s", "a\nb\r\tc\x1b[31m\x85\u2028é\ud800")
     assert lines(capsys) == ["INFO svc a\\nb\\r\\tc\\x1b[31m\\x85\\u2028é\\ud800"]
+
+
+def test_what_a_line_is_about_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("svc", "info")
+    about = {"room": 7, "request": "r\n1", "other": "x"}
+    logging.getLogger("decode_svc").warning("failed", extra=about)
+    RateLimitedLog(logging.getLogger("decode_svc"), 1.0).warning("key", "late", extra={"attempt": 2})
+    assert lines(capsys) == ["WARNING svc failed request=r\\n1 room=7", "WARNING svc late attempt=2"]
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("svc", "info", "json")
+    logging.getLogger("decode_svc.x").warning("bad\n%s", "\ud800", extra={"room": 7, "peer": "tcp://p:1"})
+    _, err = capsys.readouterr()
+    found = json.loads(err)
+    assert LINE.fullmatch(found.pop("time") + " \n")
+    fields = {"service": "svc", "logger": "decode_svc.x", "room": 7, "peer": "tcp://p:1"}
+    assert found == {"level": "WARNING", "message": "bad\n\\ud800", **fields}
 
 
 def test_a_traceback_stays_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +171,10 @@ def test_many_keys_do_not_make_it_grow(limited: Limited) -> None:
     for i in range(1000):
         limited.log.warning(str(i), "x")
     assert len(limited.log._keys) == 256
-    assert len(limited.written()) == 1000
+    assert len(limited.written()) == 256
+    limited.now_s = 10.0
+    limited.log.warning("new", "x")
+    assert (len(limited.written()), len(limited.log._keys)) == (1, 256)
 
 
 def test_the_record_names_the_caller_and_keeps_the_traceback(

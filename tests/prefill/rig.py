@@ -96,8 +96,8 @@ class Rig:
     def abort(self, ticket: int) -> list[Any]:
         return self.take(m.Abort(DECODE, ME, REPLY, 1, Room(9), Ticket(ticket), "client left"))
 
-    def stop(self, request: str) -> list[Any]:
-        effects = list(self.handoff.stop(RequestId(request), self.now_s))
+    def stop(self, request: str | None) -> list[Any]:
+        effects = list(self.handoff.stop(RequestId(request) if request is not None else None, self.now_s))
         self.handoff.check_integrity()
         return effects
 

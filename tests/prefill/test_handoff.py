@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefill_svc.effects import CloseSender, Drain, OpenSender, SenderId, Write
+from prefill_svc.effects import CloseSender, Drain, Interrupt, OpenSender, SenderId, Write
 from prefill_svc.peers import LOST_S, RETIRED_KEPT, Retired
 from prefill_svc.scheduler import Waiting, pack
 from shared.errors import MessageError
-from shared.ids import AttemptKey, Epoch, Room, Ticket
+from shared.ids import AttemptKey, Epoch, PeerAddress, Room, Ticket
 from shared.kv.layout import META_ROW
 from shared.protocol import messages as m
+from shared.protocol.machine import SenderState
 from tests.prefill.rig import DECODE, FINGERPRINT, ME, REPLY, WHOLE, Rig, regions, register, sent
 
 
@@ -50,8 +51,6 @@ def test_one_attempt_from_prefill_to_ack() -> None:
         ({"dst_pages": m.pack_int32([0, 1])}, "destination_refused"),
         ({"slot": 4}, "destination_refused"),
         ({"slot": -1}, "destination_refused"),
-        ({"room": Room(-1)}, "destination_refused"),
-        ({"ticket": Ticket(2**63)}, "destination_refused"),
     ],
 )
 def test_s7_s8_what_cannot_be_right_is_refused_before_any_work(changed: dict[str, Any], code: str) -> None:
@@ -273,3 +272,66 @@ def test_chunks_are_packed_up_to_the_budget_in_order() -> None:
         (4, 1, True),
     ]
     assert [p.key.ticket for p in pack([waiting(i, 0, 1) for i in range(9)], 64, 16, 3)] == [0, 1, 2]
+
+
+def other_decode(rig: Rig) -> None:
+    rig.take(register(Epoch(51), reply_to="tcp://127.0.0.1:2"))
+    rig.handoff.met(SenderId(Epoch(51), 1))
+
+
+def test_no_peer_takes_more_than_half_of_the_pages_while_there_are_others() -> None:
+    """If it stands still, its prompts keep their pages for seconds; the other's go on."""
+    rig = Rig(num_pages=9)
+    other_decode(rig)
+    for ticket in (1, 2, 3):
+        rig.prefill(ticket, length=8)
+    rig.prefill(4, length=8, epoch=Epoch(51), reply_to=PeerAddress("tcp://127.0.0.1:2"))
+    assert [(p.key.decode_epoch, p.key.ticket) for p in rig.forward()] == [(50, 1), (50, 2), (51, 4)]
+
+
+def test_alone_a_peer_has_all_pages_and_one_large_prompt_always_fits() -> None:
+    rig = Rig(num_pages=9)
+    for ticket in (1, 2, 3, 4):
+        rig.prefill(ticket, length=8)
+    assert len(rig.forward()) == 4
+    rig = Rig(num_pages=9)
+    other_decode(rig)
+    rig.prefill(1, length=32)
+    assert len(rig.forward()) == 1
+
+
+def test_pages_are_taken_for_what_the_next_forward_computes() -> None:
+    rig = Rig(num_pages=12)
+    for ticket in (1, 2, 3):
+        rig.prefill(ticket, length=8)
+    assert [p.key.ticket for p in rig.forward(budget=8)] == [1]
+    assert rig.pages.free_pages == rig.pages.usable_pages - 2
+
+
+def test_a_lost_peers_worker_is_interrupted() -> None:
+    rig = Rig()
+    rig.prefill(1)
+    rig.forward()
+    rig.computed()
+    effects = [e for i in range(20) for e in rig.handoff.tick(False, 100 + 0.25 * i)]
+    assert effects.count(Interrupt(SenderId(DECODE, 1))) == 1
+    assert rig.state(1) is SenderState.ABORTING
+
+
+def test_who_shared_a_failed_forward_may_try_again_and_who_was_alone_need_not() -> None:
+    for count in (1, 2):
+        rig = Rig()
+        for ticket in range(1, count + 1):
+            rig.prefill(ticket)
+        rig.forward()
+        failed = sent(list(rig.handoff.compute_failed(RuntimeError("x"), rig.now_s)), m.Failed)
+        assert [f.retryable for f in failed] == [count > 1] * count
+
+
+def test_heartbeats_say_that_it_is_draining() -> None:
+    rig = Rig()
+    for draining in (False, True):
+        rig.handoff.draining = draining
+        rig.now_s += 1
+        (beat,) = sent(list(rig.handoff.tick(False, rig.now_s)), m.Heartbeat)
+        assert beat.draining is draining

@@ -43,7 +43,7 @@ def test_its_answer_abort_turns_the_failure_into_an_acknowledgement() -> None:
     rig = Rig()
     rig.prefill(1)
     rig.forward()
-    rig.stop("")
+    rig.stop(None)
     assert rig.abort(1) == []  # not before the forward has ended
     (ack,) = sent(rig.computed(), m.AbortAck)
     assert ack.clean
@@ -54,7 +54,7 @@ def test_the_remaining_chunks_of_a_stopped_prompt_are_dropped() -> None:
     rig = Rig()
     rig.prefill(1, length=16)
     rig.forward(budget=8)
-    rig.stop("")
+    rig.stop(None)
     assert sent(rig.computed(), m.Failed)
     assert not rig.forward(budget=8)
 

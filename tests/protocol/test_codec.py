@@ -28,6 +28,8 @@ def of_type(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     if isinstance(kind, typing.NewType):
         return of_type(kind.__supertype__)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return within(of_type(args[0]), args[0], args[1])
     if origin is list:
         return st.lists(of_type(args[0]), max_size=3)
     if origin is tuple:
@@ -39,7 +41,7 @@ def of_type(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     if args:
         return st.one_of([of_type(arg) for arg in args])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: of_type(hints[name]) for name in kind.__struct_fields__})
     plain: dict[typing.Any, st.SearchStrategy[typing.Any]] = {
         int: INT64,
@@ -50,6 +52,20 @@ def of_type(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
         type(None): st.none(),
     }
     return plain[kind]
+
+
+def within(
+    values: st.SearchStrategy[typing.Any], kind: typing.Any, bounds: msgspec.Meta
+) -> st.SearchStrategy[typing.Any]:
+    """Those of the values that lie in the bounds; numbers are drawn from them at once. Texts and lists are short."""
+    low, high = bounds.ge if bounds.ge is not None else bounds.gt, bounds.le
+    if kind is float:
+        return st.floats(low, high, exclude_min=bounds.gt is not None)
+    if low is not None or high is not None:
+        return st.integers(typing.cast(int, low), typing.cast(int, high) if high is not None else 2**63 - 1)
+    assert bounds.max_length is not None
+    assert bounds.max_length > 20
+    return values
 
 
 MEMBERS = [(name, member) for name, union in UNIONS.items() for member in typing.get_args(union)]
@@ -204,12 +220,12 @@ def test_sixty_four_kibibytes_of_noise() -> None:
 
 
 def test_too_large_to_be_accepted_is_refused_before_it_is_sent() -> None:
-    at_limit = messages.Abort(1, 2, "", 0, 3, 4, "")  # type: ignore[arg-type]
-    room_bytes = MAX_MESSAGE_BYTES - len(encode(at_limit)[1]) - 4  # a longer string has four more bytes of header
-    fits = msgspec.structs.replace(at_limit, reason="x" * room_bytes)
+    at_limit = messages.Heartbeat(1, 2, "", 0, 3, 4, 5, False, b"")  # type: ignore[arg-type]
+    room_bytes = MAX_MESSAGE_BYTES - len(encode(at_limit)[1]) - 3  # longer bytes have three more bytes of header
+    fits = msgspec.structs.replace(at_limit, active=b"x" * room_bytes)
     assert CODECS["ToPrefill"].decode(encode(fits)) == fits
     with pytest.raises(MessageError, match="is over the limit of 16777216"):
-        encode(msgspec.structs.replace(at_limit, reason="x" * (room_bytes + 1)))
+        encode(msgspec.structs.replace(at_limit, active=b"x" * (room_bytes + 1)))
 
 
 @pytest.mark.parametrize(
@@ -217,3 +233,60 @@ def test_too_large_to_be_accepted_is_refused_before_it_is_sent() -> None:
 )
 def test_s34_a_duration_of_which_a_stamp_was_never_set_is_0(start_s: float, end_s: float, expected: float) -> None:
     assert messages.duration_s(start_s, end_s) == expected
+
+
+def encoded(**fields: object) -> list[bytes]:
+    return [HEADER, msgspec.msgpack.encode(fields)]
+
+
+ABORT = {"type": "Abort", "epoch": 1, "to_epoch": 2, "reply_to": "tcp://d:1", "registration": 1}
+ABORT |= {"room": 1, "ticket": 1, "reason": "r"}
+SAMPLINGS: list[dict[str, object]] = [
+    {"temperature": float("nan")},
+    {"temperature": -1.0},
+    {"top_p": 0.0},
+    {"min_p": 5.0},
+    {"repetition_penalty": 0.0},
+    {"presence_penalty": float("inf")},
+    {"top_logprobs": -5},
+    {"top_logprobs": 21},
+    {"logit_bias": [(1, float("nan"))]},
+    {"top_k": -2},
+]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ticket": 2**63},
+        {"room": -1},
+        {"reply_to": "tcp://" + "x" * 300},
+        {"reason": "x" * 3000},
+    ],
+)
+def test_a24_what_is_out_of_bounds_is_malformed(changed: dict[str, object]) -> None:
+    assert isinstance(CODECS["ToPrefill"].decode(encoded(**ABORT)), messages.Abort)
+    with pytest.raises(MessageError):
+        CODECS["ToPrefill"].decode(encoded(**ABORT | changed))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a24_a_sampling_that_no_forward_survives_is_malformed(sampling: dict[str, object]) -> None:
+    """It would take the other prompts of its batch along."""
+    message = ABORT | {"type": "Prefill", "request": "r", "tokens": b"", "dst_first_position": 0, "dst_pages": b""}
+    message |= {"slot": 0, "remaining_ms": 1, "digest": False}
+    del message["reason"]
+    assert isinstance(CODECS["ToPrefill"].decode(encoded(**message, sampling={"seed": 1})), messages.Prefill)
+    with pytest.raises(MessageError):
+        CODECS["ToPrefill"].decode(encoded(**message, sampling={"seed": 1} | sampling))
+
+
+def test_a24_a_peers_texts_are_short() -> None:
+    """What a peer says ends up in the front's status, which has to fit in a message."""
+    register = {k: v for k, v in ABORT.items() if k not in ("room", "ticket", "reason")}
+    register |= {"type": "Register", "session": "h:1", "regions": []}
+    CODECS["ToPrefill"].decode(encoded(**register, fingerprint={"model": "x" * 2048}))
+    for fingerprint in ({"model": "x" * 2049}, {"x" * 257: ""}, {str(i): "" for i in range(65)}):
+        with pytest.raises(MessageError):
+            CODECS["ToPrefill"].decode(encoded(**register, fingerprint=fingerprint))
+    assert len(messages.short("x" * 9000)) == 2048

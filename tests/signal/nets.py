@@ -11,7 +11,7 @@ import zmq
 
 from shared.errors import PeerBusy
 from shared.protocol.codec import Codec
-from shared.protocol.messages import Abort, Ack, ToPrefill
+from shared.protocol.messages import Ack, Prefill, Sampling, ToPrefill
 from shared.signal.channel import Channel, Handler, Link
 from shared.signal.memory_channel import MemoryHub, open_memory_channel
 from shared.signal.zmq_channel import ZmqChannel, open_channel
@@ -23,9 +23,10 @@ def ack(ticket: int) -> Ack:
     return Ack(epoch=1, to_epoch=2, room=3, ticket=ticket)  # type: ignore[arg-type]
 
 
-def big(ticket: int, size_bytes: int) -> Abort:
+def big(ticket: int, size_bytes: int) -> Prefill:
     """A message of a little more than ``size_bytes``."""
-    return Abort(epoch=1, to_epoch=2, reply_to="", registration=0, room=3, ticket=ticket, reason="x" * size_bytes)  # type: ignore[arg-type]
+    ids = (1, 2, "", 0, 3, ticket, "r")
+    return Prefill(*ids, b"x" * size_bytes, 0, b"", 0, Sampling(1), 0, False)  # type: ignore[arg-type]
 
 
 async def fill(link: Link, size_bytes: int = 0) -> int:

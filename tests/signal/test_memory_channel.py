@@ -118,7 +118,7 @@ def test_a_slow_peer_is_refused_at_the_byte_limit_and_lost_messages_do_not_count
     pair = Pair(Faults(loss=0.5))
     for _ in range(3):
         for i in range(8):
-            pair.link.send(big(i, (1 << 20) - 200))
+            pair.link.send(big(i, (1 << 20) - 600))
         with pytest.raises(PeerBusy):
             pair.link.send(big(8, 1 << 20))
         pair.hub.step()

@@ -162,3 +162,21 @@ def test_contact_writes_nothing_and_says_whether_anybody_is_there(make: MakeEngi
         sender.contact("127.0.0.1:1")
     with pytest.raises(ValueError, match="no source"):
         make().contact(receiver.session)
+
+
+def test_an_interrupted_engine_fails_at_once_and_can_be_retired(make: MakeEngine) -> None:
+    source, target = memory(4096, seed=5), memory(4096)
+    sender, receiver = joined(make, source, target)
+    batch = sender.submit(receiver.session, blocks(source, target.ctypes.data, [(0, GUARD, 100)]))
+    sender.interrupt()
+    with pytest.raises(TransferFailed):
+        sender.wait(batch)
+    with pytest.raises(TransferFailed):
+        sender.submit(receiver.session, blocks(source, target.ctypes.data, [(0, GUARD, 100)]))
+    with pytest.raises(TransferFailed):
+        sender.contact(receiver.session)
+    sender.retire()
+    fresh = make()
+    fresh.register(source.ctypes.data, source.nbytes)
+    fresh.wait(fresh.submit(receiver.session, blocks(source, target.ctypes.data, [(0, GUARD, 100)])))
+    assert np.array_equal(target[GUARD : GUARD + 100], source[:100])

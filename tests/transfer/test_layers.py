@@ -40,6 +40,9 @@ class Engine:
     def contact(self, session: str) -> None:
         raise AssertionError
 
+    def interrupt(self) -> None:
+        raise AssertionError
+
     def wait(self, batch: Batch) -> None:
         self.waits.append(batch)
         if batch == self.fail:

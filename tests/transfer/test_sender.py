@@ -167,3 +167,22 @@ def test_s39_an_engine_whose_memory_cannot_all_be_registered_is_retired(make: Ma
     with pytest.raises(ValueError, match="retired"):
         made[0].register(base, 2048)
     open_engine(one, [(base, 2048), (base + 2048, 2048)])
+
+
+async def test_an_interrupt_ends_the_wait_for_a_peer_that_stands_still(fake: Bench, network: MemoryNetwork) -> None:
+    receiver, target = fake.receiver()
+    sender = fake.sender(receiver.session)
+    network.faults.append("hang")
+    stuck = sender.send([blocks(fake.source, target.ctypes.data, [(0, 0, 100), (200, 200, 100)])])
+    behind = sender.send([blocks(fake.source, target.ctypes.data, [(300, 300, 100)])])
+    done, _ = await asyncio.wait([stuck], timeout=0.2)
+    assert not done
+    sender.interrupt()
+    for future in (stuck, behind, sender.contact()):
+        with pytest.raises(TransferFailed):
+            await asyncio.wait_for(future, 5)
+    await asyncio.wait_for(sender.drain(), 5)
+    with pytest.raises(TransferFailed, match="lost"):
+        await sender.send([blocks(fake.source, target.ctypes.data, [(300, 300, 100)])])
+    assert fake.made == 1
+    assert not target[200:].any()

@@ -85,7 +85,7 @@ class Job:
     landed: int = 0
     reported: bool = False
     broken: bool = False
-    """The engine that a part of it went through was retired for another's sake."""
+    """The engine that a part of it went through was retired for another's sake, or interrupted."""
     drained: bool = False
     """Its sending engine is retired; what was under way may still lie in the receiver's socket buffers."""
 
@@ -279,6 +279,10 @@ class PrefillNode:
                         job.halted = True
                 case p.Drop(sender, key):
                     self._job(sender, key).complete = True
+                case p.Interrupt(sender):
+                    for job in self.world.jobs:
+                        if job.node is self and job.sender == sender and not job.reported:
+                            job.broken = True
                 case p.Drain(sender, key):
                     self.todo.append(lambda s=sender, k=key: self._drain(s, k))  # type: ignore[misc]
 

@@ -163,7 +163,7 @@ def destination_not_by_position(patch: Patch) -> None:
 
 def coverage_not_checked(patch: Patch) -> None:
     """Decode commits whatever is announced, and a prefill announces a lost attempt as complete without writing."""
-    patch.setattr(intake_module, "check_coverage", lambda *_: None)
+    patch.setattr(intake_module, "unproven", lambda *_: None)
     real = Handoff.compute_failed
 
     def lies(self: Handoff, error: Exception, now_s: float) -> Any:
