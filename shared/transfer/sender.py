@@ -113,7 +113,8 @@ class PeerSender:
         engine = self._open()
         started_s = time.monotonic()
         for blocks in batches:
-            engine.wait(engine.submit(self._session, blocks))
+            if len(blocks):  # a rank may own none of a prompt's pages, and still send its row (S11)
+                engine.wait(engine.submit(self._session, blocks))
         write_s = time.monotonic() - started_s
         return SendResult(sum(b.total_bytes for b in batches), write_s, digest() if digest is not None else None)
 
