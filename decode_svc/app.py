@@ -36,6 +36,7 @@ from shared.ops.http import (
     error_object,
     json_response,
     overload,
+    read_body,
     request_id,
     verdict_response,
 )
@@ -174,7 +175,7 @@ class DecodeFront:
     # before the engine
 
     async def parse(self, request: web.Request, kind: type[R]) -> R:
-        body = await request.read()
+        body = await read_body(request)
         if len(body) < LARGE_BODY_BYTES:
             return parse(body, kind)
         return await self.on_text_thread(lambda: parse(body, kind))

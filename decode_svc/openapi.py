@@ -140,12 +140,14 @@ REASONS = {
     200: "the answer",
     400: "the request can never succeed as it is",
     404: "no such model",
+    408: "the body did not arrive in time",
     413: "the body is too large",
+    415: "the body is compressed",
     500: "a defect of the service, or a hand-over that cannot succeed",
     503: "not now",
 }
-BODY = (400, 413, 500)
-GENERATING = (400, 404, 413, 500, 503)
+BODY = (400, 408, 413, 415, 500)
+GENERATING = (400, 404, 408, 413, 415, 500, 503)
 
 
 class Operation(NamedTuple):

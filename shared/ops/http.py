@@ -1,5 +1,6 @@
 """What both HTTP fronts share: OpenAI's error object, /health, /metrics, request ids, and serving an app."""
 
+import asyncio
 import logging
 import os
 import uuid
@@ -18,6 +19,8 @@ from shared.protocol.local import Status
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+BODY_LIMIT_S = 30.0
+IDLE_CONNECTION_S = 75.0
 REFUSAL_LOG_S = 10.0
 """At most one line for each reason in this time: while a service is down every request is refused for it."""
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -43,10 +46,20 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
+async def read_body(request: web.Request) -> bytes:
+    """Raises RequestError where it does not arrive in time: a client that sends none would be waited for for ever."""
+    try:
+        async with asyncio.timeout(BODY_LIMIT_S):
+            return await request.read()
+    except TimeoutError as error:
+        problem = f"the body did not arrive within {BODY_LIMIT_S:g} s"
+        raise RequestError(problem, code="request_timeout", status=408) from error
+
+
 async def abort_target(request: web.Request) -> str | None:
     """The body's request id, or None for all. Raises RequestError where it is not exactly one of the two."""
     try:
-        body = msgspec.json.decode(await request.read(), type=AbortRequest)
+        body = msgspec.json.decode(await read_body(request), type=AbortRequest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is no abort request: {error}", code="invalid_body") from error
     if bool(body.rid) == body.abort_all:
@@ -200,6 +213,7 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=1.0,
+        keepalive_timeout=IDLE_CONNECTION_S,
         auto_decompress=False,
         logger=_ServerLog(log),
     )

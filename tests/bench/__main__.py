@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PARTS = ("control", "goodput", "overlap", "resident", "serving")
+PARTS = ("control", "front", "goodput", "overlap", "resident", "serving")
 
 
 def machine() -> dict[str, Any]:
@@ -56,6 +56,14 @@ def main() -> None:
         table("Abort in mid-transfer, 70.8 MB", [found["abort"]])
         table("Digest, one side", [found["digest"]])
         table("Pages out of 600,000", found["allocations"])
+    if "front" in options.parts:
+        from tests.bench import front
+
+        with tempfile.TemporaryDirectory() as folder:
+            felt = result["front"] = asyncio.run(front.run(Path(folder), options.threads))
+        table("/health each 20 ms while streams burst", felt["health"])
+        table("Between two tokens of four streams, tiny model", felt["gaps"])
+        print(f"  front {felt['front_us_per_token']} µs a streamed token; pair ready in {felt['start_to_ready_s']} s")
     if "goodput" in options.parts:
         from tests.bench import goodput
 
