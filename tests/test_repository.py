@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from shared.config import DecodeConfig, PrefillConfig, ServiceConfig, flag_name
+from shared.ops.metrics import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("shared", "prefill_svc", "decode_svc", "tests")
@@ -97,3 +98,18 @@ def test_the_version_has_one_source() -> None:
     assert importlib.metadata.version("handoff") == version
     assert re.findall(r"^## \[(\d.*?)\]", read("CHANGELOG.md"), re.MULTILINE)[0] == version
     assert not names(rf"[\"']{re.escape(version)}[\"']", *CODE)
+
+
+def metric_rows() -> list[str]:
+    rows = []
+    for metric in TABLE:
+        sides = [side for side, source in (("prefill", metric.prefill), ("decode", metric.decode)) if source]
+        shown = {name: "path" if name == "route" else ", ".join(values) for name, values in metric.labels}
+        labels = "; ".join(f"{name}: {values}" for name, values in shown.items())
+        cells = (f"`{metric.name}`", metric.kind, sides[0] if len(sides) == 1 else "both", labels, metric.help)
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_documented_metrics_are_exactly_those_that_are_told() -> None:
+    assert [line for line in read("docs/metrics.md").splitlines() if line.startswith("| `")] == metric_rows()
