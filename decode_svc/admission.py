@@ -7,9 +7,11 @@ from decode_svc.choices import PageNeed
 from decode_svc.openai import CommonRequest, bad, check_tokens
 from shared.errors import RequestError
 from shared.ids import RequestId
-from shared.protocol.codec import MAX_MESSAGE_BYTES
 from shared.protocol.local import Generate, ModelInfo
 from shared.protocol.messages import Sampling, pack_int32
+
+MAX_SCORES = 1 << 17
+"""Log-probabilities of prompt tokens in one answer; about 8 MB of JSON, and as much on the way from prefill."""
 
 
 def answer_length(prompt_tokens: int, asked: int | None, default: int | None, context: int, field: str) -> int:
@@ -27,16 +29,22 @@ def answer_length(prompt_tokens: int, asked: int | None, default: int | None, co
 
 
 def check_size(request: CommonRequest, prompt_tokens: int, max_tokens: int, info: ModelInfo) -> None:
-    """Raises RequestError where the choices never have room together, or the prompt's log-probabilities no message."""
+    """Raises RequestError where the choices never have room together."""
     if request.choices > info.max_num_seqs:
         raise bad("n", f"at most {info.max_num_seqs} choices run at a time, got {request.choices}")
     wanted = PageNeed.of(prompt_tokens, max_tokens, request.choices, info.page_size).total
     if wanted > info.num_pages - 1:
         raise bad("n", f"{request.choices} choices need {wanted} pages together; there are {info.num_pages - 1}")
+
+
+def check_scores(request: CommonRequest, prompt_tokens: int) -> None:
+    """Raises RequestError where the log-probabilities of all prompts together, told with each choice, are too many: one
+    client's answer may not be a gigabyte in the front."""
     if (top := request.wanted_prompt_logprobs) is not None:
-        most = MAX_MESSAGE_BYTES // (16 + 8 * top)
-        if prompt_tokens > most:
-            raise bad("prompt_logprobs", f"with {top} for each place, at most {most} tokens, got {prompt_tokens}")
+        entries = prompt_tokens * request.choices * (top + 1)
+        if entries > MAX_SCORES:
+            problem = f"at most {MAX_SCORES} (tokens × choices × (1 + likeliest tokens)), asked for {entries}"
+            raise bad("prompt_logprobs", problem)
 
 
 def generate_message(

@@ -1,18 +1,18 @@
 """One HTTP request's answer: its choices' tokens in, final pieces of text out, with the metrics on the way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from decode_svc.scored import ScoredPrompt, noted, scored_prompt
 from decode_svc.shapes import Finished, TokenLogprob, usage
-from decode_svc.text import Assembler, TextCodec
+from decode_svc.text import Assembler, Stops, TextCodec
 from shared.ids import RequestId
 from shared.ops.metrics import Registry
 from shared.ops.stream import RequestStream
 from shared.protocol.local import FinishReason, Generate, Handover, Output
-from shared.protocol.messages import PromptLogprobs, unpack_float32, unpack_int32
-
-Top = Sequence[tuple[int, float]]
+from shared.protocol.messages import PromptLogprobs
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Job:
     """One checked HTTP request, and how its answer is to look. Each of its prompts is one request to the engine."""
 
     messages: Sequence[Generate]
-    stops: Sequence[str]
+    stops: Stops
     logprobs: bool
     prompt_logprobs: int | None
     arrived_s: float
@@ -58,7 +58,7 @@ class Choice:
     def stopped(self) -> bool:
         return self._text.stopped
 
-    def feed(self, output: Output, prompt: PromptLogprobs | None) -> tuple[str, int]:
+    def feed(self, output: Output, prompt: ScoredPrompt | None) -> tuple[str, int]:
         """→ (text that is final now, tokens that counted). ``prompt``: the request's, where it was asked for."""
         first = self.last_s is None
         before = self._text.tokens
@@ -68,9 +68,13 @@ class Choice:
         if first and self._echo is not None:
             text = self._echo + text
         if first and prompt is not None:
-            self._note_prompt(prompt)
+            self._logprobs += prompt.echoed
+            self._offset, self.prompt_logprobs = prompt.characters, prompt.listed
         if self._job.logprobs:
-            self._note(output.tokens[:counted], output.logprobs, output.top or [[]] * counted)
+            tops = output.top or [[]] * counted
+            found = noted(self._codec, output.tokens[:counted], output.logprobs, tops, self._offset)
+            self._offset += sum(len(token.text) for token in found)
+            self._logprobs += found
         self.finish = "stop" if self._text.stopped else output.finish
         return text, counted
 
@@ -84,46 +88,26 @@ class Choice:
         text = "".join(self.pieces)
         return Finished(self.index, text, self.finish, self.token_ids, self.logprobs(), self.prompt_logprobs)
 
-    def _note(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]) -> None:
-        of = self._codec.token_bytes
-        for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
-            likely = None if top is None else [(of(other), value) for other, value in top]
-            noted = TokenLogprob(of(token), logprob, likely, self._offset)
-            self._offset += len(noted.text)
-            self._logprobs.append(noted)
-
-    def _note_prompt(self, prompt: PromptLogprobs) -> None:
-        """The first token has nothing before it, and so no log-probability."""
-        tokens = unpack_int32(self._message.prompt).tolist()
-        own = unpack_float32(prompt.own).tolist()
-        ranks = unpack_int32(prompt.ranks).tolist()
-        ids = unpack_int32(prompt.top_ids).reshape(len(own), prompt.top).tolist()
-        values = unpack_float32(prompt.top_values).reshape(len(own), prompt.top).tolist()
-        tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-        if self._echo is not None and self._job.logprobs:
-            self._note(tokens, [None, *own], [None, *(top[: self._message.sampling.top_logprobs] for top in tops)])
-        if self._job.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
-            for token, logprob, rank, top in zip(tokens[1:], own, ranks, tops, strict=True):
-                likely = enumerate(top[: self._job.prompt_logprobs], 1)
-                entries = {str(other): self._entry(other, value, place) for place, (other, value) in likely}
-                self.prompt_logprobs.append({str(token): self._entry(token, logprob, rank)} | entries)
-
-    def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        text = self._codec.token_bytes(token).decode(errors="replace")
-        return {"logprob": logprob, "rank": rank, "decoded_token": text}
-
 
 class Answer:
-    """All choices of a running job. ``now``: monotonic seconds."""
+    """All choices of a running job. ``now``: monotonic seconds. ``off_loop`` does what would hold up the loop."""
 
-    def __init__(self, job: Job, stream: RequestStream, codec: TextCodec, registry: Registry, now: Callable[[], float]):
+    def __init__(
+        self,
+        job: Job,
+        stream: RequestStream,
+        codec: TextCodec,
+        registry: Registry,
+        now: Callable[[], float],
+        off_loop: Callable[[Callable[[], ScoredPrompt]], Awaitable[ScoredPrompt]],
+    ) -> None:
         self.handover: Handover | None = None
         """The first that arrived."""
         self.choices: list[Choice] = []
         self._job, self._stream, self._registry, self._now = job, stream, registry, now
+        self._codec, self._off_loop = codec, off_loop
         self._first: dict[RequestId, int] = {}
-        self._prompts: dict[RequestId, PromptLogprobs] = {}
+        self._prompts: dict[RequestId, ScoredPrompt] = {}
         echoes: Sequence[str | None] = job.echoes or [None] * len(job.messages)
         for message, echo in zip(job.messages, echoes, strict=True):
             first = self._first[message.request] = len(self.choices)
@@ -136,12 +120,18 @@ class Answer:
             return None
         request, choice = output.request, self.choices[self._first[output.request] + output.choice]
         if output.prompt is not None:
-            self._prompts[request] = output.prompt
+            self._prompts[request] = await self._scored(request, output.prompt)
         text, counted = choice.feed(output, self._prompts.get(request))
         self._measure(output, choice, counted)
         if choice.stopped:
             self._stream.stop(request, output.choice)
         return Piece(choice, text, choice.finish)
+
+    async def _scored(self, request: RequestId, scores: PromptLogprobs) -> ScoredPrompt:
+        message = next(message for message in self._job.messages if message.request == request)
+        echoed = message.sampling.top_logprobs if self._job.logprobs and self._job.echoes is not None else None
+        codec, listed = self._codec, self._job.prompt_logprobs
+        return await self._off_loop(partial(scored_prompt, message.prompt, scores, codec, echoed, listed))
 
     def usage(self) -> dict[str, int]:
         prompts = sum(len(message.prompt) // 4 for message in self._job.messages)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from decode_svc import openapi, status, tokenize
-from decode_svc.admission import answer_length, check_size, generate_message
+from decode_svc.admission import answer_length, check_scores, check_size, generate_message
 from decode_svc.answers import Answer, Job, Piece
 from decode_svc.openai import (
     COMPLETION_DEFAULT_TOKENS,
@@ -24,7 +24,7 @@ from decode_svc.openai import (
 )
 from decode_svc.shapes import ChatShape, CompletionShape
 from decode_svc.status import Entry, Recent
-from decode_svc.text import TextCodec
+from decode_svc.text import Stops, TextCodec
 from shared.config import DecodeConfig
 from shared.errors import RequestError, Unavailable
 from shared.ids import RequestId
@@ -222,11 +222,13 @@ class DecodeFront:
         """What the engine gets, one request a prompt, if each fits here and in a prefill that is there now."""
         info, name = self._engine.require(), request_id(request)
         messages = []
+        check_scores(body, sum(map(len, prompts)))
         for index, ids in enumerate(prompts):
+            where = f"{field}[{index}]" if len(prompts) > 1 else field
             if not ids:
-                raise RequestError(f"{field}: no tokens in it", param=field, code="invalid_value")
-            max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), field)
-            check_tokens(ids, field, info.vocab_size)
+                raise RequestError(f"{where}: no tokens in it", param=where, code="invalid_value")
+            max_tokens = answer_length(len(ids), body.max_tokens, default_tokens, _context(info), where)
+            check_tokens(ids, where, info.vocab_size)
             check_size(body, len(ids), max_tokens, info)
             own_id = RequestId(f"{name}.{index}" if index else name)
             messages.append(generate_message(body, own_id, ids, max_tokens, info))
@@ -248,12 +250,13 @@ class DecodeFront:
         arrived_s: float,
         echoes: Sequence[str] | None = None,
     ) -> web.StreamResponse:
-        job = Job(messages, body.stops, body.logprob_count is not None, body.prompt_logprobs, arrived_s, echoes)
+        stops, logged = Stops(body.stops, body.min_tokens or 0), body.logprob_count is not None
+        job = Job(messages, stops, logged, body.prompt_logprobs, arrived_s, echoes)
         with (
             self._engine.generate(*messages, client_id=client_id(request)) as stream,
             self.recent.follow(shape.id, job, stream) as entry,
         ):
-            answer = Answer(job, stream, self._codec, self._registry, self._engine.clock)
+            answer = Answer(job, stream, self._codec, self._registry, self._engine.clock, self.on_text_thread)
             piece = await answer.next()  # a failure before the first token is still an HTTP status
             entry.first(answer)
             headers = _timing_headers(answer.handover)

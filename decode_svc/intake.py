@@ -158,7 +158,8 @@ class Intake:
         """Why no peer will take this request, if none will."""
         if self.peers.hopeful(request.prompt_tokens, now_s, request.patient_until_s - now_s):
             return None
-        if limit := self.peers.largest_capacity_tokens():
+        limit = self.peers.largest_capacity_tokens()
+        if 0 < limit < request.prompt_tokens:
             why = f"the prompt has {request.prompt_tokens} tokens; the largest prefill service takes {limit}"
             return RequestError(why, code="prefill_capacity_exceeded")
         return Unavailable(f"no prefill service: {self.peers}", code="no_prefill")

@@ -17,7 +17,6 @@ from shared.kv.layout import MAX_TOP_LOGPROBS
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
-MAX_PROMPTS = 128
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_STOP_CHARS = 1024
@@ -150,8 +149,8 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None and not -2 <= value <= 2:
                 raise bad(name, f"must lie in -2 … 2, got {value}")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 2:
-            raise bad("repetition_penalty", f"must be above 0 and at most 2, got {self.repetition_penalty}")
+        if self.repetition_penalty is not None and not 0.01 <= self.repetition_penalty <= 2:
+            raise bad("repetition_penalty", f"must lie in 0.01 … 2, got {self.repetition_penalty}")
         if self.min_tokens is not None and self.min_tokens < 0:
             raise bad("min_tokens", f"must be at least 0, got {self.min_tokens}")
         if self.logit_bias is not None and len(self.logit_bias) > MAX_BIASES:
@@ -253,8 +252,9 @@ class CompletionRequest(CommonRequest):
             raise bad("prompt", "must not be empty")
         if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) > 1:
             raise bad("prompt", "must be a text, token ids, a list of texts, or a list of lists of token ids")
-        if len(self.prompts()) > MAX_PROMPTS:
-            raise bad("prompt", f"at most {MAX_PROMPTS} prompts, got {len(self.prompts())}")
+        if len(self.prompts()) * self.choices > MAX_CHOICES:
+            problem = f"at most {MAX_CHOICES} choices of all prompts, asked for {len(self.prompts()) * self.choices}"
+            raise bad("prompt" if self.choices == 1 else "n", problem)
 
     @property
     def logprob_count(self) -> int | None:

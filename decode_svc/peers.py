@@ -71,6 +71,8 @@ class Peer:
         return f"{self.address} is {self.state.value}{differences}"
 
     def status(self) -> PeerStatus:
+        if self.draining and self.state is PeerState.REGISTERED:
+            return PeerStatus(self.address, "draining", self.epoch, self.capacity_tokens)
         return PeerStatus(self.address, self.state.value, self.epoch, self.capacity_tokens, self.differences)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.errors import ConfigError, RequestError
 from shared.protocol.local import FinishReason
@@ -145,17 +145,25 @@ def _overlap(text: str, stop: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
+class Stops(NamedTuple):
+    """Stop strings, and how many tokens come before they are looked for (min_tokens)."""
+
+    strings: Sequence[str]
+    least: int = 0
+
+
 class Assembler:
     """One answer's tokens → its text, in pieces; the same for streamed and whole answers.
 
     ``stopped``: a stop string was met. ``tokens``: counted up to and including the one that completed it.
     """
 
-    def __init__(self, codec: TextCodec, stops: Sequence[str]) -> None:
+    def __init__(self, codec: TextCodec, stops: Stops) -> None:
         self.stopped = False
         self.tokens = 0
         self._detokenizer = Detokenizer(codec)
-        self._stops = StopStrings(stops) if stops else None
+        self._least = stops.least
+        self._stops = StopStrings(stops.strings) if stops.strings else None
 
     def feed(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         """Text that is final now; all that is left where the engine finished with these tokens. With "stop" the last
@@ -173,11 +181,13 @@ class Assembler:
         pieces = []
         for token in tokens:
             self.tokens += 1
-            pieces.append(self._match(self._stops, self._detokenizer.push([token])))
+            text = self._detokenizer.push([token])
+            pieces.append(self._match(self._stops, text) if self.tokens > self._least else text)
             if self.stopped:
                 return "".join(pieces)
         if last:
-            pieces.append(self._match(self._stops, self._detokenizer.flush()))
+            text = self._detokenizer.flush()
+            pieces.append(self._match(self._stops, text) if self.tokens > self._least else text)
             if not self.stopped:
                 pieces.append(self._stops.flush())
         return "".join(pieces)

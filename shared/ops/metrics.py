@@ -58,7 +58,7 @@ class Metric(NamedTuple):
         return self.prefill if side == "prefill" else self.decode
 
 
-_STATES = ("connecting", "registered", "refused", "lost")
+_STATES = ("connecting", "registered", "draining", "refused", "lost")
 _HTTP = (("route", ROUTES), ("status", ("2xx", "4xx", "5xx", "closed")))
 _OUTCOME = (("outcome", _OUTCOMES),)
 _DIGESTS = (("outcome", ("equal", "different")),)

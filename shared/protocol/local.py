@@ -139,7 +139,7 @@ class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One peer as the engine sees it now. ``max_prompt_tokens`` is 0 where it is not known."""
 
     address: str
-    state: Literal["connecting", "registered", "refused", "lost"]
+    state: Literal["connecting", "registered", "draining", "refused", "lost"]
     epoch: Epoch
     max_prompt_tokens: int = 0
     differences: list[Difference] = []

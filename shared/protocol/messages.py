@@ -112,7 +112,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] = 1.0
     top_logprobs: TopCount = 0
     """So many of the likeliest tokens are told with each; at most 20."""
     logit_bias: list[tuple[int, Annotated[float, Meta(ge=-100, le=100)]]] = []

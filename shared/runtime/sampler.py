@@ -104,7 +104,10 @@ def draw(logits: Floats, how: Sampling, u: float) -> int:
 
     Ties at the edge of top_k or top_p go to the lower token. ``top_k`` ≤ 0, ``top_p`` ≥ 1 and ``min_p`` 0 are off.
     """
-    weights = np.exp((logits - logits.max()) / np.float32(how.temperature))
+    peak = logits.max()
+    if not np.isfinite(peak):  # no distribution: whoever caused it gets a token, and the rest of its batch theirs
+        return int(np.where(np.isnan(logits), -np.inf, logits).argmax())
+    weights = np.exp((logits - peak) / np.float32(how.temperature))
     if how.min_p > 0:  # the likeliest token's weight is 1
         weights[weights < how.min_p] = 0
     tokens: npt.NDArray[np.intp] | None = None

@@ -2,7 +2,7 @@
 
 from decode_svc.effects import Compute, Ended, OpenSession, Prebuild, Send, Verify
 from decode_svc.leases import CROWDED_S, QUARANTINE_S
-from decode_svc.peers import GRACE_S, PeerState
+from decode_svc.peers import GRACE_S, HOPE_S, PeerState
 from shared.ids import PeerAddress, RequestId, Room, Ticket
 from shared.protocol import messages as m
 from shared.protocol.local import Output
@@ -202,3 +202,17 @@ def test_sessions_that_come_and_go_without_end_are_opened_at_a_limited_rate() ->
         opened += len([e for e in rig.intake.tick(rig.now_s) if isinstance(e, OpenSession)])
         rig.take(m.Registered(P0, ME, peer.registration, m.Capacity(30)))
     assert 30 <= opened <= 61
+
+
+def test_while_the_only_prefill_drains_a_prompt_that_fits_may_be_sent_again() -> None:
+    """It is not too long for anybody: 503, not 400. And routers are told not to send more."""
+    rig = Rig(P0)
+    rig.take(m.Heartbeat(P0, ME, FIRST, 1, 1, 0, 0, False, b"", True))
+    assert rig.peers.peers[FIRST].status().state == "draining"
+    rig.now_s += GRACE_S + HOPE_S
+    rig.take(m.Heartbeat(P0, ME, FIRST, 1, 2, 0, 0, False, b"", True))
+    for peer in rig.peers.peers.values():
+        if peer.address == SECOND:
+            peer.state = PeerState.REFUSED
+    assert endings(rig.submit("fits", prompt=6)) == [("failed", "no_prefill")]
+    assert endings(rig.submit("never", prompt=31)) == [("failed", "prefill_capacity_exceeded")]

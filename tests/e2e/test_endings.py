@@ -107,6 +107,28 @@ async def test_a22_kill_of_the_decode_engine(forks: Forks, tmp_path: Path, tiny:
         await other_side_is_alive_and_balanced(pair, "prefill")
 
 
+async def test_a_prefill_that_drains_costs_clients_a_retry_at_most(forks: Forks, tmp_path: Path, tiny: Path) -> None:
+    """While it ends what it has, prompts that fit are refused as «not now», and decode is not ready."""
+    async with AsyncExitStack() as stack:
+        pair = await start_pair(stack, forks, tmp_path, tiny, *FLAGS, prefill_flags=("--chunked-prefill-size", "16"))
+        long = {"model": "tiny", "prompt": [1] * 240, "max_tokens": 5}
+        waiting = [asyncio.ensure_future(pair.client.post("/v1/completions", long)) for _ in range(24)]
+        await asyncio.sleep(0.1)
+        pair.prefill.process.terminate()
+        seen: set[int] = set()
+        body = {"model": "tiny", "prompt": [2] * 5, "max_tokens": 2}
+        while pair.prefill.process.exitcode is None:
+            status, answer = await pair.client.post("/v1/completions", body)
+            seen.add(status)
+            assert status == 200 or (status, answer["error"]["retryable"]) == (503, True), answer
+        for status, answer in await asyncio.gather(*waiting):
+            assert status == 200 or answer["error"]["retryable"], answer
+        assert pair.prefill.process.exitcode == 0
+        assert (await pair.client.get("/ready"))[0] == 503
+        assert (await pair.client.get("/health"))[0] == 200
+        assert seen <= {200, 503}
+
+
 async def test_a6_kill_of_the_prefill_engine(forks: Forks, tmp_path: Path, tiny: Path) -> None:
     """Requests that wait for it get an error within two seconds; those that run go on."""
     async with AsyncExitStack() as stack:

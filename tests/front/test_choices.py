@@ -140,6 +140,34 @@ async def test_what_does_not_fit(engine: FakeEngine, http: Http, body: Any, para
     assert engine.generates == []
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [[1], [264]]}, "prompt[1]"),
+        ({"prompt": [[1], [1] * 70]}, "prompt[1]"),
+        ({"prompt": [[1]] * 100, "n": 2}, "n"),
+        ({"prompt": [[1] * 60] * 32, "n": 4, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt": [[1] * 60] * 32, "n": 4, "logprobs": 20, "echo": True}, "prompt_logprobs"),
+    ],
+)
+async def test_a_list_that_cannot_be_answered_names_what_is_wrong(
+    engine: FakeEngine, http: Http, body: Any, param: str
+) -> None:
+    status, answer = await http.post("/v1/completions", {"max_tokens": 2} | body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert param.removesuffix("[1]") in answer["error"]["message"]
+    assert engine.generates == []
+
+
+async def test_stop_strings_are_looked_for_after_min_tokens(engine: FakeEngine, http: Http, byte: Any) -> None:
+    body = {"prompt": [1], "max_tokens": 6, "min_tokens": 3, "stop": "b"}
+    task, (message,) = await started(engine, http.post("/v1/completions", body), 1)
+    for letter in (A, B, A, C, B, D):
+        engine.say(message, [byte(letter)])
+    choice = (await task)[1]["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abac", "stop")
+
+
 async def test_choices_that_no_pool_holds(engine: FakeEngine, http: Http) -> None:
     engine.ready(num_pages=5)
     body = {"prompt": [1], "max_tokens": 32, "n": 3}
@@ -218,6 +246,18 @@ async def test_prompt_logprobs_as_vllm_shows_them(
     assert second[str(tokens[1])] == {"logprob": pytest.approx(-0.1), "rank": 1, "decoded_token": text}
     assert second["1"] == {"logprob": 0.0, "rank": 2, "decoded_token": codec.token_bytes(1).decode(errors="replace")}
     assert set(second) == {str(tokens[1]), "0", "1"}
+
+
+async def test_a_prompts_scores_are_the_same_for_each_choice(engine: FakeEngine, http: Http, byte: Any) -> None:
+    body = {"prompt": "ab", "max_tokens": 1, "n": 2, "prompt_logprobs": 1, "echo": True, "logprobs": 1}
+    task, (message,) = await started(engine, http.post("/v1/completions", body), 1)
+    output = Output(message.request, [byte(C)], [0.0], "length", prompt=scores(2, 1))
+    engine.front.on_message(Outputs([output]))
+    engine.say(message, [byte(D)], "length", choice=1)
+    one, two = (await task)[1]["choices"]
+    assert one["prompt_logprobs"] == two["prompt_logprobs"] != [None]
+    assert [c["logprobs"]["tokens"] for c in (one, two)] == [["a", "b", "c"], ["a", "b", "d"]]
+    assert [c["logprobs"]["text_offset"] for c in (one, two)] == [[0, 1, 2]] * 2
 
 
 async def test_abort_of_one_id_leaves_another_answers_second_prompt(engine: FakeEngine, http: Http) -> None:

@@ -35,7 +35,8 @@ async def clocked(clock: Clock, tokenizer: Any) -> AsyncIterator[tuple[FakeEngin
 async def test_ready_needs_a_status_a_registered_prefill_and_room(engine: FakeEngine, http: Http) -> None:
     engine.front.status = None
     assert await http.get("/ready") == (503, {"status": "not ready", "reasons": ["starting"]})
-    for peers in ([], [refused()], [LOST]):
+    draining = PeerStatus("tcp://127.0.0.1:8998", "draining", Epoch(7), 100)
+    for peers in ([], [refused()], [LOST], [draining]):
         engine.front.on_message(status(*peers))
         assert (await http.get("/ready"))[1]["reasons"] == ["no prefill service is registered"]
         assert (await http.get("/health"))[0] == 200  # a dead prefill is no reason to restart decode

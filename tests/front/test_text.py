@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from decode_svc.text import Assembler, Detokenizer, StopStrings, TextCodec
+from decode_svc.text import Assembler, Detokenizer, Stops, StopStrings, TextCodec
 from shared.errors import ConfigError, RequestError
 from tests.front.fakes import byte_level_tokenizer
 
@@ -174,7 +174,7 @@ def test_stops_against_the_plain_definition(text: str, stops: list[str], step: i
 def assembled(text: str, stops: list[str], group: int) -> tuple[str, Assembler]:
     codec = CODECS["byte level"]
     ids = codec.encode(text, False)
-    assembler, out = Assembler(codec, stops), ""
+    assembler, out = Assembler(codec, Stops(stops)), ""
     for start in range(0, len(ids), group):
         out += assembler.feed(ids[start : start + group], "length" if start + group >= len(ids) else None)
         if assembler.stopped:
@@ -196,7 +196,7 @@ def test_a_stop_string_over_split_characters() -> None:
 def test_a_stop_that_only_the_end_completes() -> None:
     codec = CODECS["byte level"]
     ids = codec.encode("a🫨", False)[:-1]
-    assembler = Assembler(codec, ["\ufffd"])
+    assembler = Assembler(codec, Stops(["\ufffd"]))
     assert assembler.feed(ids, "length") == "a"
     assert assembler.stopped
 
@@ -205,7 +205,7 @@ def test_a_stop_that_only_the_end_completes() -> None:
 def test_the_end_flushes_what_is_held(stops: list[str]) -> None:
     codec = CODECS["byte level"]
     ids = codec.encode("a🫨 neve", False)
-    assembler = Assembler(codec, stops)
+    assembler = Assembler(codec, Stops(stops))
     assert assembler.feed(ids, "length") == "a🫨 neve"
 
 
@@ -213,7 +213,7 @@ def test_the_end_flushes_what_is_held(stops: list[str]) -> None:
 def test_a15_a_stop_token_counts_and_is_no_text(stops: list[str]) -> None:
     """Also one that is an ordinary token of the vocabulary."""
     codec = CODECS["byte level"]
-    assembler, ids = Assembler(codec, stops), codec.encode("ab", False)
+    assembler, ids = Assembler(codec, Stops(stops)), codec.encode("ab", False)
     assert assembler.feed(ids[:1], None) == "a"
     assert assembler.feed(ids[1:], "stop") == ""
     assert assembler.tokens == len(ids)

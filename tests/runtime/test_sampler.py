@@ -168,3 +168,26 @@ def test_greedy_obeys_them_too_and_the_logprob_is_the_models_own() -> None:
     penalised = sample(logits, [how(temperature=0.0, presence_penalty=2.0)], [1], [0], [HISTORY])[0]
     assert penalised.token == 1
     assert sample(logits, [how(temperature=0.0, banned_before=2, banned=[1])], [1], [0])[0].token == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_logits_that_are_no_distribution_cost_nobody_else_a_token(
+    bad: float, how: dict[str, Any], everywhere: bool
+) -> None:
+    """The rows of a batch are sampled one by one: one that fails would take all others along."""
+    logits = np.linspace(-1, 1, 16, dtype=np.float32)
+    logits[slice(None) if everywhere else 5] = bad
+    assert 0 <= draw(logits, Sampling(seed=1, **how), 0.5) < 16
+    rows = torch.from_numpy(np.stack([logits, np.linspace(-1, 1, 16, dtype=np.float32)]))
+    _, other = sample(rows, [Sampling(seed=1, **how), Sampling(seed=1, temperature=0.0)], [4, 4], [0, 0])
+    assert other.token == 15
+
+
+def test_the_smallest_repetition_penalty_leaves_numbers() -> None:
+    logits = np.array([3e38, -3e38, 1.0, 0.0], np.float32)
+    seen = np.arange(4, dtype=np.int32)
+    with np.errstate(over="ignore"):
+        row = adjusted(logits, Sampling(seed=1, repetition_penalty=0.01), 4, History(seen, seen[:0]))
+    assert 0 <= draw(row, Sampling(seed=1), 0.5) < 4
