@@ -111,7 +111,7 @@ class DecodeFront:
         reasons = overload(status, self._config.max_waiting)
         registered = any(peer.state == "registered" for peer in status.peers)
         if not registered and self._config.on_prefill_loss != "local":
-            reasons.append("no prefill service is registered")
+            reasons.append(f"no prefill service is {'registered' if self._config.prefill else 'configured'}")
         return reasons
 
     async def health_generate(self, request: web.Request) -> web.Response:

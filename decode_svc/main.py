@@ -1,6 +1,7 @@
 """``decode-svc``: the decode service's front and its engine."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from shared.ops.metrics import Registry
 from shared.ops.service import run_front
 from shared.runtime.tokenizer import load_tokenizer
 
+log = logging.getLogger(__name__)
+
 
 def engine_main(config: DecodeConfig, sockets: LocalSockets) -> None:
     """The engine process."""
@@ -25,6 +28,8 @@ def engine_main(config: DecodeConfig, sockets: LocalSockets) -> None:
 
 
 async def _app(config: DecodeConfig, client: EngineClient, registry: Registry) -> web.Application:
+    if not config.prefill and config.on_prefill_loss != "local":
+        log.warning("no prefill service is configured (--prefill HOST:CONTROL_PORT): requests will be refused")
     tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
     return build_app(config, client, tokenizer, registry)
 

@@ -279,7 +279,8 @@ def _check_message(message: ChatMessage, where: str) -> None:
     if not isinstance(message.content, str):
         for index, part in enumerate(message.content):
             if part.type != "text":
-                raise _unsupported(f"{where}.content[{index}].type", ("text",))
+                what, problem = f"{where}.content[{index}].type", "only text parts are supported"
+                raise RequestError(f"{what}: {problem}", param=what, code="unsupported_option")
             if part.text is None:
                 raise bad(f"{where}.content[{index}].text", "a text part needs its text")
 

@@ -164,6 +164,7 @@ class PrefillEngine:
                     future = self._senders[sender].settle(self._active.outgoing(key), None, None, None)
                     future.add_done_callback(partial(self._written, key))
                 case Interrupt(sender):
+                    log.info("decode %d is gone, or registers anew", sender.decode_epoch)
                     self._senders[sender].interrupt()
                 case Drain(sender, key):
                     log.warning("transfer failed, retiring the sending engine of decode %d", sender.decode_epoch)

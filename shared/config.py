@@ -49,7 +49,9 @@ class ServiceConfig:
     dtype: str = _option("auto", "auto, float32, bfloat16 or float16", choices=DTYPES)
     device: str = _option("cpu", "cpu, cuda or cuda:N")
     threads: int = _option(0, "compute threads of the engine; 0: all cores")
-    max_model_len: int = _option(0, "longest prompt + answer in tokens; 0: what the model allows, at most 4096")
+    max_model_len: int = _option(
+        0, "longest prompt + answer in tokens; 0: what the model and the pages allow, at most 4096"
+    )
     max_num_seqs: int = _option(16, "requests in one batch; on decode also the number of metadata slots", low=1)
     page_size: int = _option(16, "tokens in a page; must divide the chunk", low=1)
     num_pages: int = _option(0, "pages of the KV pool, padding page included; 0: enough for max_num_seqs full requests")
@@ -157,7 +159,7 @@ def _read_flags(cls: type[ServiceConfig], service: Service, argv: Sequence[str])
         parser.add_argument(
             flag_name(field.name),
             action="append" if repeated else "store",
-            metavar="HOST:PORT" if repeated else types[field.name].__name__.upper(),
+            metavar="HOST:CONTROL_PORT" if repeated else types[field.name].__name__.upper(),
             help=help_text,
         )
     known, unknown = parser.parse_known_args(argv)

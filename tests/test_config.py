@@ -164,7 +164,7 @@ def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--max-num-seqs INT requests in one batch; on decode also the number of metadata slots (default: 16)" in text
-    assert "--prefill HOST:PORT HOST:CONTROL_PORT of a prefill service; repeatable (default: none)" in text
+    assert "--prefill HOST:CONTROL_PORT HOST:CONTROL_PORT of a prefill service; repeatable (default: none)" in text
 
 
 def test_prefill_has_no_flag_that_only_decode_knows() -> None:

@@ -112,6 +112,11 @@ class EngineClient:
         self._started.set()
         self.drained.set()
 
+    def stopped(self) -> None:
+        """The operator does not wait any longer: every running request ends at once."""
+        self._end_all(EngineError("the service was stopped", "shutting_down", 503, "service_unavailable", True))
+        self.engine_died("the service was stopped at once")
+
     # the service's life
 
     async def started(self) -> Ready:

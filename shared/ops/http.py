@@ -14,6 +14,7 @@ from shared.errors import ConfigError, HandoffError, RequestError
 from shared.limited_log import RateLimitedLog
 from shared.ops.front import EngineClient, Health
 from shared.ops.metrics import ROUTES, Registry
+from shared.ops.stream import EngineFailure
 from shared.protocol.local import Status
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ async def _answered(request: web.Request, handler: Handler, limited: RateLimited
             )
         return await handler(request)
     except HandoffError as error:
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestError | EngineFailure):  # the engine has said so itself
             log.debug("%s %r refused: %s", request.method, request.path, error.message, extra=about)
         else:
             limited.warning(error.code, "%s %r refused: %s", request.method, request.path, error.message, extra=about)

@@ -105,7 +105,7 @@ async def _front(
             try:
                 await client.drained.wait()
             except asyncio.CancelledError:  # a second signal, or the limit: clients still hear how it ended
-                client.engine_died("the service was stopped at once")
+                client.stopped()
                 raise
             await process.terminate(1.0)
 

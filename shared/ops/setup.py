@@ -28,7 +28,7 @@ class LoadedRuntime:
     eos_token_ids: frozenset[int]
 
 
-def _pool(layout: Layout, num_pages: int, config: ServiceConfig) -> KVPool:
+def _pool(layout: Layout, num_pages: int, max_model_len: int, config: ServiceConfig) -> KVPool:
     """Raises ConfigError where there is not so much memory."""
     gigabytes = layout.token_bytes * config.page_size * num_pages / 1e9
     size = f"{num_pages} pages of {config.page_size} tokens, {gigabytes:.3g} GB"
@@ -37,7 +37,7 @@ def _pool(layout: Layout, num_pages: int, config: ServiceConfig) -> KVPool:
     except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory errors are RuntimeErrors
         lower = "lower --max-num-seqs, --max-model-len or --num-pages"
         raise ConfigError(f"cannot allocate a KV pool of {size}, on {config.device}: {lower}") from error
-    log.info("KV pool: %s on %s", size, config.device)
+    log.info("KV pool: %s on %s; a request has at most %d tokens", size, config.device, max_model_len)
     return pool
 
 
@@ -57,7 +57,7 @@ def load_runtime(config: ServiceConfig) -> LoadedRuntime:
                 f"--max-model-len {max_model_len}"
             )
         max_model_len = usable_tokens
-    pool = _pool(layout, num_pages, config)
+    pool = _pool(layout, num_pages, max_model_len, config)
     info = ModelInfo(
         vocab_size=loaded.vocab_size,
         max_model_len=max_model_len,

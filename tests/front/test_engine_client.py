@@ -317,3 +317,13 @@ async def test_peers_are_counted_by_state(engine: FakeEngine) -> None:
     assert engine.metric('handoff_peers{state="registered"}') == 2
     assert engine.metric('handoff_peers{state="refused"}') == 1
     assert engine.metric('handoff_peers{state="lost"}') == 0
+
+
+async def test_a_stop_at_once_is_told_as_what_it_is(engine: FakeEngine) -> None:
+    message = generate()
+    with engine.front.generate(message) as stream:
+        engine.front.stopped()
+        with pytest.raises(EngineFailure) as caught:
+            await anext(stream)
+    assert (caught.value.code, caught.value.http_status, caught.value.retryable) == ("shutting_down", 503, True)
+    assert engine.front.drained.is_set()
