@@ -113,3 +113,11 @@ def metric_rows() -> list[str]:
 
 def test_the_documented_metrics_are_exactly_those_that_are_told() -> None:
     assert [line for line in read("docs/metrics.md").splitlines() if line.startswith("| `")] == metric_rows()
+
+
+def test_the_containers_take_every_flag_from_the_environment() -> None:
+    """Those that are one file's business are said there."""
+    text = read("compose/services.yaml")
+    own = {"prefill", "host", "port", "control_port", "advertise_host"}
+    fields = {field.name for config in (PrefillConfig, DecodeConfig) for field in dataclasses.fields(config)} - own
+    assert [name for name in sorted(fields) if f"  HANDOFF_{name.upper()}:" not in text] == []
