@@ -5,7 +5,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,13 +32,6 @@ def engine(clock: Clock) -> FakeEngine:
     engine.ready()
     engine.front.on_message(status(registered()))
     return engine
-
-
-@pytest.fixture
-async def http(engine: FakeEngine, tokenizer: Any) -> AsyncIterator[Http]:
-    engine.answer = tokenizer.encode("hello")
-    async with served(decode_app(engine, tokenizer)) as http:
-        yield http
 
 
 async def shown(http: Http) -> dict[str, Any]:
