@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,7 +43,7 @@ from shared.ops.http import (
 )
 from shared.ops.metrics import Registry
 from shared.ops.stream import EngineFailure
-from shared.protocol.local import Generate, Handover, ModelInfo, Status
+from shared.protocol.local import HEARTBEAT_S, Generate, Handover, ModelInfo, Status
 from shared.protocol.messages import Sampling, pack_int32
 
 log = logging.getLogger(__name__)
@@ -118,12 +119,13 @@ class DecodeFront:
         """S62: does a token still come out? With work running the next output answers, with work only waiting the
         engine's heartbeat; only an idle engine is given a request, and nothing is queued behind a burst."""
         info, engine = self._engine.require(), self._engine
-        alive = engine.health(engine.clock())
         try:
             async with asyncio.timeout(PROBE_LIMIT_S):
-                if alive.ok and engine.status is not None and engine.status.gauges.get("handoff_running_requests", 0):
-                    await engine.next_output()
-                elif alive.ok and not engine.running:
+                while engine.running and engine.computing and engine.health(engine.clock()).ok:
+                    with suppress(TimeoutError):  # then look again: what it waits for may have ended meanwhile
+                        await asyncio.wait_for(engine.next_output(), HEARTBEAT_S)
+                        return verdict_response(Health(True, []), "unhealthy")
+                if engine.health(engine.clock()).ok and not engine.running:
                     sampling = Sampling(seed=0, temperature=0.0)
                     prompt = pack_int32([info.vocab_size - 1])
                     probe = Generate(RequestId(request_id(request)), prompt, 1, sampling, [], True)
@@ -131,7 +133,7 @@ class DecodeFront:
                         await anext(stream)
         except TimeoutError:
             return verdict_response(Health(False, [f"no token within {PROBE_LIMIT_S:g} s"]), "unhealthy")
-        return verdict_response(alive, "unhealthy")
+        return verdict_response(engine.health(engine.clock()), "unhealthy")
 
     async def abort(self, request: web.Request) -> web.Response:
         return json_response({"aborted": self._engine.abort(await abort_target(request))})

@@ -25,7 +25,7 @@ from shared.protocol import messages as m
 from shared.protocol.local import EngineError, Generate, Handover, Output
 from shared.protocol.machine import REQUEST, Do, LeaseEvent, LeaseState, RequestEvent, RequestState
 
-NO_TOKEN_YET = (RequestState.WAITING, RequestState.REQUESTED, RequestState.COMPUTING)
+NO_TOKEN_YET = (RequestState.WAITING, RequestState.REQUESTED, RequestState.LANDED, RequestState.COMPUTING)
 MAX_ATTEMPTS = 2
 MISSED_BEATS = 2
 """An attempt that its peer does not list in so many heartbeats running, each sent after it heard one of ours that came

@@ -68,7 +68,7 @@ class Peer:
 
     def __str__(self) -> str:
         differences = f" ({'; '.join(map(str, self.differences))})" if self.differences else ""
-        return f"{self.address} is {self.state.value}{differences}"
+        return f"{self.address} is {self.status().state}{differences}"
 
     def status(self) -> PeerStatus:
         if self.draining and self.state is PeerState.REGISTERED:

@@ -206,6 +206,11 @@ class EngineClient:
         """Requests that have not ended."""
         return len(self._running)
 
+    @property
+    def computing(self) -> bool:
+        """Were requests in the batch at the last heartbeat? They may have ended since."""
+        return self.status is not None and self.status.gauges.get("handoff_running_requests", 0) > 0
+
     async def next_output(self) -> None:
         """Wait until the engine has sent any request's output."""
         if self._next_output is None or self._next_output.done():

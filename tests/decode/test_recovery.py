@@ -216,3 +216,14 @@ def test_while_the_only_prefill_drains_a_prompt_that_fits_may_be_sent_again() ->
             peer.state = PeerState.REFUSED
     assert endings(rig.submit("fits", prompt=6)) == [("failed", "no_prefill")]
     assert endings(rig.submit("never", prompt=31)) == [("failed", "prefill_capacity_exceeded")]
+
+
+def test_a2_a_landed_prompt_that_waits_for_rows_beyond_its_limit_ends_and_frees_everything() -> None:
+    rig = Rig(P0)
+    rig.submit("r", timeout_s=2.0)
+    rig.take(rig.completed(1))
+    assert rig.state("r") is RequestState.LANDED
+    rig.now_s += 2.1
+    assert endings(list(rig.intake.tick(rig.now_s))) == [("failed", "timeout")]
+    rig.intake.check_integrity()
+    assert rig.pages.free_pages == rig.pages.usable_pages

@@ -138,6 +138,30 @@ async def test_a23_with_work_running_the_next_output_answers(engine: FakeEngine,
     assert (await running)[0] == 200
 
 
+async def test_a_heartbeat_from_before_the_last_answer_is_not_believed(engine: FakeEngine, http: Http) -> None:
+    """Half a second old, it says that something runs; nothing does, and no output would come."""
+    engine.front.on_message(status(registered(), gauges={"handoff_running_requests": 1.0}))
+    async with asyncio.timeout(5):
+        assert (await http.get("/health_generate"))[0] == 200
+    assert len(engine.generates) == 1
+
+
+async def test_a_probe_that_waits_for_work_which_ends_without_output_makes_its_own(
+    engine: FakeEngine, http: Http
+) -> None:
+    engine.manual = True
+    running = asyncio.ensure_future(http.post("/v1/completions", BODY))
+    await engine.generate()
+    engine.front.on_message(status(registered(), gauges={"handoff_running_requests": 1.0}))
+    asking = asyncio.ensure_future(http.get("/health_generate"))
+    await asyncio.sleep(0.05)
+    engine.manual = False
+    running.cancel()
+    async with asyncio.timeout(5):
+        assert (await asking)[0] == 200
+    assert [message.max_tokens for message in engine.generates][1:] == [1]
+
+
 async def test_a23_with_work_only_waiting_the_heartbeat_answers_and_nothing_is_queued(
     engine: FakeEngine, http: Http
 ) -> None:
